@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
 from transformers import Qwen3MoeConfig
 
+import offload
 from offload.batches.mapping import map_batches
 
 
@@ -32,6 +36,19 @@ def assert_as_one_by_one(
     found = list(map_batches(fn, batches, model, **options))
 
     assert equal(expected, found)
+
+
+def on_disk(folder: Path, size: int, depth: int, **options: Any) -> nn.Sequential:
+    """Layers stored in float32, each `size` wide."""
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(depth)))
+
+    torch.manual_seed(0)
+    save_file({name: value / 8 for name, value in layers().state_dict().items()}, folder / "model.safetensors")
+    with offload.init_empty_weights():
+        model = layers()
+    return offload.load_checkpoint_and_dispatch(model, folder, device_map="disk", **options)
 
 
 def mixture(**sizes: int) -> Qwen3MoeConfig:

@@ -1,18 +1,15 @@
 """How much many batches read, and hold in memory."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-import offload
 from offload.batches import mapping
 from offload.batches.mapping import map_batches
 from offload.memory import return_freed
 from offload.prefetch.engine import counts
 from offload.prefetch.plan import Pool
+from tests.batches.lockstep import on_disk
 from tests.page_cache import needs_page_cache
 from tests.peak import Peak
 
@@ -20,23 +17,10 @@ MIB = 1 << 20
 LAYERS = 16
 
 
-def layers(size: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(LAYERS)))
-
-
-def on_disk(folder: Path, size: int, **options: object) -> nn.Sequential:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        save_file({name: value / 8 for name, value in layers(size).state_dict().items()}, folder / "model.safetensors")
-    with offload.init_empty_weights():
-        model = layers(size)
-    return offload.load_checkpoint_and_dispatch(model, folder, device_map="disk", **options)  # type: ignore[arg-type]
-
-
 @needs_page_cache
 @torch.no_grad()
 def test_a_sweep_reads_the_bytes_over_the_budget_once(tmp_path):
-    model = on_disk(tmp_path, 512, max_memory="5MiB", read_ahead="3MiB")  # layers of 1 MiB
+    model = on_disk(tmp_path, 512, LAYERS, max_memory="5MiB", read_ahead="3MiB")  # layers of 1 MiB
     batches = [torch.randn(2, 512) for _ in range(12)]
     expected = [model(batch) for batch in batches]
     list(map_batches(model, batches[:2], model, in_flight=2))
@@ -56,7 +40,7 @@ def test_a_sweep_reads_the_bytes_over_the_budget_once(tmp_path):
 
 @torch.no_grad()
 def test_values_that_a_block_read_are_held_for_the_next_batch(tmp_path):
-    model = on_disk(tmp_path, 512, max_memory="5MiB", read_ahead="3MiB")
+    model = on_disk(tmp_path, 512, LAYERS, max_memory="5MiB", read_ahead="3MiB")
     held: list[int] = []
 
     class Looking(nn.Linear):
@@ -124,7 +108,7 @@ def test_graphs_limit_the_batches_in_flight(monkeypatch, grad):
 def test_an_adapter_is_trained_over_batches_in_flight_as_over_one_after_the_other(tmp_path):
     peft = pytest.importorskip("peft", reason="needs peft, which is not installed")
     torch.manual_seed(0)
-    base = on_disk(tmp_path, 64)
+    base = on_disk(tmp_path, 64, LAYERS)
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules=[str(at) for at in range(LAYERS)], r=2))
     trained = [one for one in model.parameters() if one.requires_grad]
     with torch.no_grad():

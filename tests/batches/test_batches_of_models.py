@@ -9,6 +9,7 @@ import offload
 from bench.architectures import names, prepared
 from bench.equality import tensors_in
 from offload.batches.mapping import map_batches
+from tests.equal import assert_equal
 
 ARCHITECTURES = [
     *(("causal", name) for name in ("llama", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "mamba")),
@@ -40,12 +41,6 @@ def varied(probe: dict[str, Any], count: int) -> list[dict[str, Any]]:
     return batches
 
 
-def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
-    return expected.keys() == found.keys() and all(
-        torch.equal(value.nan_to_num(), found[name].nan_to_num()) for name, value in expected.items()
-    )
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "name"), ARCHITECTURES, ids=lambda value: value)
 def test_every_architecture_gives_the_same_results_as_one_by_one(kind, name, tmp_path):
@@ -57,7 +52,7 @@ def test_every_architecture_gives_the_same_results_as_one_by_one(kind, name, tmp
 
     found = list(map_batches(lambda batch: outputs(model, batch), batches, model, in_flight=3))
 
-    assert all(map(same, expected, found))
+    assert_equal(expected, found)
 
 
 @torch.no_grad()

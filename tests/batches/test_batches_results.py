@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-import offload
 from offload.batches.mapping import map_batches
 from offload.prefetch import scratch
 from offload.prefetch.engine import counts
@@ -21,7 +19,7 @@ from offload.storage.layout import contiguous
 from offload.tensor.recipes import Joined, Piece, Plain
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
-from tests.batches.lockstep import assert_as_one_by_one
+from tests.batches.lockstep import assert_as_one_by_one, on_disk
 from tests.page_cache import needs_page_cache
 from tests.peak import Peak
 
@@ -49,15 +47,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]
 
 def cast_on_disk(folder: Path, size: int, **options: object) -> nn.Sequential:
     """Layers stored in float32, and read in float64."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(LAYERS)))
-    with torch.no_grad():
-        save_file({name: value / 8 for name, value in layers.state_dict().items()}, folder / "model.safetensors")
-    with offload.init_empty_weights():
-        model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(LAYERS)))
-    return offload.load_checkpoint_and_dispatch(  # type: ignore[arg-type]
-        model, folder, device_map="disk", dtype=torch.float64, **options
-    )
+    return on_disk(folder, size, LAYERS, dtype=torch.float64, **options)
 
 
 def batches_of(size: int, count: int = 8) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -162,15 +163,11 @@ def world() -> tuple[Any, ...]:
 _VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
 
-def _default_dtype() -> Any:
-    class Default:
-        def __enter__(self) -> None:
-            torch.set_default_dtype(torch.float64)
-
-        def __exit__(self, *_: object) -> None:
-            torch.set_default_dtype(torch.float32)
-
-    return Default()
+@contextmanager
+def _default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(

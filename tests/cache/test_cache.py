@@ -18,6 +18,7 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.storage.layout import _NAMED
+from tests.equal import assert_equal
 from tests.page_cache import needs_page_cache
 
 SIZE = 10
@@ -26,12 +27,6 @@ DTYPES = sorted(set(_NAMED.values()), key=str)
 
 def cache_of(folder, columns, num_rows=0, **options):
     return TensorCache.create(folder / "cache", columns, num_rows, **options)
-
-
-def bits(tensor):
-    return (
-        tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).view(torch.uint8)
-    )
 
 
 def random_of(dtype, shape):
@@ -145,13 +140,12 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
     cache.close()
 
     found = TensorCache.open(cache.folder)
-    picked, whole, one = found[[5, 0, 3]], found[:], found[2]
-    for name, value in values.items():
-        assert ((3, *shapes[name]), dtype) == (tuple(picked[name].shape), picked[name].dtype)
-        assert torch.equal(torch.cat([bits(value[row]) for row in (5, 0, 3)]), bits(picked[name]))
-        assert torch.equal(bits(value), bits(whole[name]))
-        assert torch.equal(bits(value[2]), bits(one[name]))
-        assert ((6, *shapes[name]), dtype) == (tuple(found[name].shape), found[name].dtype)
+    assert_equal(
+        {name: torch.stack([value[row] for row in (5, 0, 3)]) for name, value in values.items()}, found[[5, 0, 3]]
+    )
+    assert_equal(values, found[:])
+    assert_equal({name: value[2] for name, value in values.items()}, found[2])
+    assert all(((6, *shape), dtype) == (tuple(found[name].shape), found[name].dtype) for name, shape in shapes.items())
 
 
 def test_a_column_is_an_offloaded_tensor_and_a_safetensors_file(filled):
@@ -327,13 +321,13 @@ def test_rows_of_different_lengths_come_as_a_list_padded_or_jagged(tmp_path, row
 
     for name, values in (("t", RAGGED), ("e", e)):
         expected = [values[row] for row in rows]
-        assert all(torch.equal(a, b) for a, b in zip(expected, as_list[name], strict=True))
+        assert_equal(expected, as_list[name])
         if rows:
             whole = torch.nn.utils.rnn.pad_sequence(expected, batch_first=True, padding_value=-1)
             assert torch.equal(whole, padded[name])
             jagged = cache.get(rows, ragged="jagged")[name]
             assert jagged.layout == torch.jagged
-            assert all(torch.equal(a, b) for a, b in zip(expected, jagged.unbind(), strict=True))
+            assert_equal(expected, [*jagged.unbind()])
     assert [len(RAGGED[row]) for row in rows] == cache.lengths("t", rows).tolist()
 
 
@@ -350,15 +344,7 @@ def test_a_row_may_be_written_again_with_another_length(tmp_path):
 
 
 def test_text_json_and_bytes_come_back_as_they_were(tmp_path):
-    said = [
-        {"role": "user", "turns": [1, 2.5, None, True]},
-        "gr\u00fc\u00df dich\n\u2028",
-        None,
-        [],
-        "",
-        12,
-        "🦄",
-    ]
+    said = [{"role": "user", "turns": [1, 2.5, None, True]}, "gr\u00fc\u00df dich\n\u2028", None, [], "", 12, "🦄"]
     raw = [b"", b"\0\xff", b"\n", b"abc", bytearray(b"x"), memoryview(b"yz"), b"7"]
     cache = cache_of(tmp_path, {"chat": dict, "raw": (torch.uint8, (None,))}, 7)
     cache[:] = {"chat": said, "raw": raw}

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from offload import TensorCache, cli
+from tests.equal import assert_equal
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -126,8 +127,7 @@ def test_export_writes_the_columns_to_one_file(tmp_path: Path, folder: Path, cap
 
     assert f"{target}: written ({len(rows['id'])} rows, 2 columns)\n" in capsys.readouterr().out
     found = load_file(target) if target.suffix == ".safetensors" else torch.load(target, weights_only=True)
-    assert {"hidden", "id"} == set(found)
-    assert all(torch.equal(rows[name], values) for name, values in found.items())
+    assert_equal({name: rows[name] for name in ("hidden", "id")}, found)
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])

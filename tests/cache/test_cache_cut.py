@@ -13,6 +13,7 @@ import torch
 from offload import TensorCache
 from offload.cache.states import FILE, PAGE
 from offload.errors import ChangedFileError, CorruptFileError
+from tests.equal import is_equal
 from tests.page_cache import made_hot
 from tests.processes import in_fork
 
@@ -123,13 +124,7 @@ def wrong_rows(folder):
                 found = cache.get(row, [name], missing="zeros")[name]
             except CorruptFileError:
                 continue
-            if name == "raw":
-                found = bytes(found.tolist())
-            if isinstance(found, torch.Tensor):
-                same = torch.equal(wanted[name], found)
-            else:
-                same = wanted[name] == found
-            if not same:
+            if not is_equal(wanted[name], bytes(found.tolist()) if name == "raw" else found):
                 wrong.append((row, name, found))
     return wrong
 

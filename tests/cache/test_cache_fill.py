@@ -38,13 +38,7 @@ class Numbers(Dataset):
 
 @pytest.mark.parametrize(
     "inputs",
-    [
-        torch.arange(ROWS),
-        np.arange(ROWS),
-        list(range(ROWS)),
-        range(ROWS),
-        Numbers(),
-    ],
+    [torch.arange(ROWS), np.arange(ROWS), list(range(ROWS)), range(ROWS), Numbers()],
     ids=["tensor", "array", "list", "range", "dataset"],
 )
 def test_rows_are_made_of_their_inputs(cache, inputs):
@@ -59,27 +53,25 @@ def test_rows_are_made_of_their_inputs(cache, inputs):
     assert list(range(0, 2 * ROWS, 2)) == cache[:]["x"].tolist()
 
 
-def test_items_of_several_parts_come_as_a_data_loader_gives_them(cache):
-    pairs = StackDataset(a=torch.arange(ROWS), b=torch.ones(ROWS, dtype=torch.int64))
-
-    cache.fill(lambda batch: {"x": batch["a"] + batch["b"]}, pairs)
-
-    assert list(range(1, ROWS + 1)) == cache[:]["x"].tolist()
+PAIRS = StackDataset(a=torch.arange(ROWS), b=torch.arange(ROWS))
+TEXTS = [torch.arange(row) for row in range(ROWS)]
 
 
-def test_rows_of_another_cache_are_read_together_and_may_be_of_any_length(cache):
-    tokens = [{"tokens": torch.arange(row)} for row in range(ROWS)]
-    texts = TensorCache.from_records(tokens, schema={"tokens": (torch.int64, (None,))})
-
-    cache.fill(lambda batch: {"x": torch.tensor([len(row) for row in batch["tokens"]])}, texts, batch_size=3)
-
-    assert list(range(ROWS)) == cache[:]["x"].tolist()
+def of_texts():
+    return TensorCache.from_records([{"tokens": text} for text in TEXTS], schema={"tokens": (torch.int64, (None,))})
 
 
-def test_items_that_make_no_tensor_come_as_a_list(cache):
-    texts = [torch.arange(row) for row in range(ROWS)]
-
-    cache.fill(lambda batch: {"x": torch.tensor([len(row) for row in batch])}, texts, collate=list)
+@pytest.mark.parametrize(
+    ("inputs", "number", "options"),
+    [
+        (lambda: PAIRS, lambda batch: 2 * batch["a"] - batch["b"], {}),
+        (of_texts, lambda batch: torch.tensor([len(row) for row in batch["tokens"]]), {"batch_size": 3}),
+        (lambda: TEXTS, lambda batch: torch.tensor([len(row) for row in batch]), {"collate": list}),
+    ],
+    ids=["two parts", "another cache's ragged rows", "no tensor"],
+)
+def test_items_come_as_a_data_loader_gives_them_or_as_they_are_collated(cache, inputs, number, options):
+    cache.fill(lambda batch: {"x": number(batch)}, inputs(), **options)
 
     assert list(range(ROWS)) == cache[:]["x"].tolist()
 

@@ -44,6 +44,12 @@ def path(folder):
     return dropped(folder / "x.safetensors")
 
 
+@pytest.fixture
+def cache(folder, path):
+    """An open one, whose rows are not in memory."""
+    return TensorCache.open(folder)
+
+
 @pytest.fixture(autouse=True)
 def _looks_read_nothing(monkeypatch):
     """Otherwise, a quick disk has the page that is looked at before the look ends, and it is taken to be in memory."""
@@ -86,6 +92,15 @@ def rest():
     """Wait until nothing is being read in."""
     while engine._ENGINE.reader._parts:
         time.sleep(0.001)
+
+
+def read_in(cache, parts, before):
+    """Some rows, and what is then read in: `before` is called before each part, and nothing is read until they are."""
+    parts.before = before
+    parts.gate.clear()
+    cache[some(256)]
+    parts.gate.set()
+    rest()
 
 
 def some(count, seed=0):
@@ -133,9 +148,7 @@ def test_rows_of_any_length_are_in_memory_after_some_too(tmp_path, parts, count)
 
 
 @pytest.mark.parametrize("count", [10, 255])
-def test_a_few_rows_bring_in_no_others(folder, path, parts, count):
-    cache = TensorCache.open(folder)
-
+def test_a_few_rows_bring_in_no_others(cache, path, parts, count):
     cache[some(count)]
     rest()
 
@@ -143,10 +156,9 @@ def test_a_few_rows_bring_in_no_others(folder, path, parts, count):
     assert cached_fraction([path]) < 2 * count / ROWS + 0.01
 
 
-def test_few_rows_of_many_bring_in_no_others(folder, path, parts, monkeypatch):
+def test_few_rows_of_many_bring_in_no_others(cache, path, parts, monkeypatch):
     """Fewer than one in 64 of the bytes."""
     monkeypatch.setattr(tables, "_LEAST_ROWS", 1)
-    cache = TensorCache.open(folder)
 
     cache[some(31)]
     rest()
@@ -157,9 +169,7 @@ def test_few_rows_of_many_bring_in_no_others(folder, path, parts, monkeypatch):
     assert cached_fraction([path]) > 0.99
 
 
-def test_rows_behind_each_other_bring_in_no_others(folder, path, parts):
-    cache = TensorCache.open(folder)
-
+def test_rows_behind_each_other_bring_in_no_others(cache, parts):
     for start in range(0, ROWS, 256):
         assert torch.equal(values(range(start, start + 256)), cache[start : start + 256]["x"])
     rest()
@@ -192,10 +202,9 @@ def test_the_one_of_two_columns_that_fits_is_read_whole(tmp_path):
     assert [False, True] == whole
 
 
-def test_it_stops_where_the_memory_goes(folder, path, parts, monkeypatch):
+def test_it_stops_where_the_memory_goes(cache, path, parts, monkeypatch):
     left = iter([1 << 40, 1 << 40, 1 << 40])
     monkeypatch.setattr(plan, "available_bytes", lambda: next(left, MIB))
-    cache = TensorCache.open(folder)
 
     cache[some(256)]
     rest()
@@ -205,8 +214,7 @@ def test_it_stops_where_the_memory_goes(folder, path, parts, monkeypatch):
     assert_whole(cache)
 
 
-def test_it_stops_when_no_more_rows_are_asked_for_and_goes_on_with_the_next(folder, path, parts, monkeypatch):
-    cache = TensorCache.open(folder)
+def test_it_stops_when_no_more_rows_are_asked_for_and_goes_on_with_the_next(cache, path, parts, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tables, "_GOES_ON", -1.0)
         cache[some(256)]
@@ -219,9 +227,8 @@ def test_it_stops_when_no_more_rows_are_asked_for_and_goes_on_with_the_next(fold
     assert cached_fraction([path]) > 0.99
 
 
-def test_a_column_that_was_evicted_is_read_whole_less_readily(folder, path, parts, monkeypatch):
+def test_a_column_that_was_evicted_is_read_whole_less_readily(cache, path, parts, monkeypatch):
     monkeypatch.setattr(tables, "_LEAST_ROWS", 1)
-    cache = TensorCache.open(folder)
     needed = []
     for _ in range(3):
         parts.clear()
@@ -239,8 +246,8 @@ def test_a_column_that_was_evicted_is_read_whole_less_readily(folder, path, part
     assert [48, 144, 528] == needed  # the header counts too
 
 
-def test_rows_that_are_written_meanwhile_are_right(folder, path, parts):
-    writer, cache = TensorCache.open(folder, "r+"), TensorCache.open(folder)
+def test_rows_that_are_written_meanwhile_are_right(cache, parts):
+    writer = TensorCache.open(cache.folder, "r+")
     expected = values(range(ROWS)).clone()
     numbers = iter(range(3, ROWS, 127))
 
@@ -250,11 +257,7 @@ def test_rows_that_are_written_meanwhile_are_right(folder, path, parts):
         writer.flush()
         expected[row] = -row
 
-    parts.before = write
-    parts.gate.clear()
-    cache[some(256)]
-    parts.gate.set()
-    rest()
+    read_in(cache, parts, write)
 
     assert len(parts) == 16
     assert (expected[:, 0] < 0).sum() == 16
@@ -274,26 +277,14 @@ def test_holes_are_not_brought_in(tmp_path, parts):
     assert not parts
 
 
-def test_a_closed_cache_is_not_brought_in_further(folder, path, parts):
-    cache = TensorCache.open(folder)
-    parts.before = cache.close
-    parts.gate.clear()
-
-    cache[some(256)]
-    parts.gate.set()
-    rest()
+def test_a_closed_cache_is_not_brought_in_further(cache, parts):
+    read_in(cache, parts, cache.close)
 
     assert 1 == len(parts)
 
 
-def test_a_file_that_is_cut_meanwhile_is_an_error_of_its_rows_alone(folder, path, parts):
-    cache = TensorCache.open(folder)
-    parts.before = lambda: os.truncate(path, 4096)
-    parts.gate.clear()
-
-    cache[some(256)]
-    parts.gate.set()
-    rest()
+def test_a_file_that_is_cut_meanwhile_is_an_error_of_its_rows_alone(cache, path, parts):
+    read_in(cache, parts, lambda: os.truncate(path, 4096))
 
     assert not parts
     assert not cache._store._files["x"].rowfile._filling.is_under_way
@@ -301,8 +292,7 @@ def test_a_file_that_is_cut_meanwhile_is_an_error_of_its_rows_alone(folder, path
         cache[some(256, seed=1)]
 
 
-def test_a_forked_child_goes_on_by_itself(folder, path, parts):
-    cache = TensorCache.open(folder)
+def test_a_forked_child_goes_on_by_itself(cache, path, parts):
     parts.gate.clear()
     cache[some(256)]
 

@@ -13,19 +13,12 @@ from offload import TensorCache
 from offload.cache.states import FILE, PAGE
 from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, OffloadError
 from offload.storage.state_file import MOST_JSON
+from tests.cache import test_cache_cut
 from tests.cache.test_cache_cut import COLUMNS, values
+from tests.conftest import contents
 from tests.processes import in_fork
 
-FILES = [
-    "manifest.json",
-    "rows.lock",
-    FILE,
-    "x.safetensors",
-    "t.values",
-    "t%2findex.safetensors",
-    "note.jsonl",
-    "note%2findex.safetensors",
-]
+FILES = ["manifest.json", "rows.lock", *(name for name in test_cache_cut.FILES if not name.startswith("raw"))]
 
 
 @pytest.fixture
@@ -33,10 +26,6 @@ def folder(tmp_path):
     with TensorCache.create(tmp_path / "cache", COLUMNS, 8) as cache:
         cache[:] = values(range(8))
     return tmp_path / "cache"
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("manifest.json", "rows.lock")])

@@ -14,6 +14,7 @@ import torch
 
 from offload import TensorCache
 from offload.errors import CacheError
+from tests.equal import assert_equal
 from tests.processes import run_script
 
 
@@ -162,9 +163,7 @@ def test_tensorclasses_and_tensordicts() -> None:
     assert [[1.0] * 3, [0.0] * 3] == rows["x"].tolist()
     assert ["a", "b"] == rows["text"]
     assert [False, True] == rows["maybe.present"].tolist()
-    found = TensorCache.from_records(nested)[:]
-    assert torch.equal(nested["a"], found["a"])
-    assert torch.equal(nested["in", "b"], found["in.b"])
+    assert_equal({"a": nested["a"], "in.b": nested["in", "b"]}, TensorCache.from_records(nested)[:])
 
 
 def test_the_caller_specifies_fields_that_the_first_record_leaves_open() -> None:

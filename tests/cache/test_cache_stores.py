@@ -14,6 +14,7 @@ import torch
 from offload import OffloadedTensor, TensorCache
 from offload.errors import CacheError, ColumnError, RowIndexError, ShapeMismatchError, UnsupportedOpError
 from tests.cache.stores import NUMBERS, logps
+from tests.equal import assert_equal
 from tests.page_cache import made_hot
 from tests.processes import in_fork
 
@@ -128,11 +129,8 @@ def test_every_form_of_index_selects_what_it_selects_in_tensors(cache: TensorCac
     for _ in range(3):  # the second and third time, rows may be read in another way
         batch = cache[rows]
 
-        assert set(expected) == set(batch)
-        for name, values in batch.items():
-            assert type(values) is torch.Tensor
-            assert expected[name].dtype == values.dtype
-            assert torch.equal(expected[name], values)
+        assert_equal(expected, batch)
+        assert {torch.Tensor} == {*map(type, batch.values())}
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in NUMBERS if not dtype.is_floating_point], ids=str)
@@ -148,10 +146,7 @@ def test_numbers_of_any_dtype_and_shape_select_what_they_select_in_tensors(
         backwards = indices.numpy()[::-1] if shape else indices
         for index in (indices, indices.numpy(), backwards, *([indices.tolist()] if has_list else [])):
             numbers = torch.as_tensor(index.copy() if isinstance(index, np.ndarray) else index)
-            found = cache[index]
-            for name, value in logps().items():
-                assert value[numbers.long()].shape == found[name].shape
-                assert torch.equal(value[numbers.long()], found[name])
+            assert_equal({name: value[numbers.long()] for name, value in logps().items()}, cache[index], strides=False)
 
 
 def test_booleans_are_a_mask_and_bytes_are_not(cache: TensorCache) -> None:
@@ -182,10 +177,8 @@ def test_the_length_the_columns_and_the_size_are_known(cache: TensorCache) -> No
 
 
 def test_a_column_is_a_tensor(cache: TensorCache) -> None:
-    assert set(logps()) == set(cache.tensors)
-    for name, tensor in logps().items():
-        assert torch.equal(tensor, cache[name])
-        assert torch.equal(tensor, cache.tensors[name])
+    assert_equal(logps(), cache.tensors)
+    assert_equal(logps(), {name: cache[name] for name in logps()})
 
 
 def test_columns_are_read_alone_and_into_given_tensors(cache: TensorCache) -> None:
@@ -209,12 +202,8 @@ def test_a_copy_in_another_process_reads_the_same(cache: TensorCache) -> None:
     expected = cache[[4, 0]]
     again = pickle.loads(pickle.dumps(cache))
 
-    def compare() -> None:
-        batch = cache[[4, 0]]
-        assert all(torch.equal(expected[name], batch[name]) for name in expected)
-
-    assert all(torch.equal(expected[name], values) for name, values in again[[4, 0]].items())
-    assert in_fork(compare)
+    assert_equal(expected, again[[4, 0]])
+    assert in_fork(lambda: assert_equal(expected, cache[[4, 0]]))
 
 
 def test_rows_out_of_range_and_unknown_columns_are_refused(cache: TensorCache) -> None:
@@ -246,9 +235,7 @@ def test_all_rows_go_to_one_file(
     monkeypatch.setattr("offload.cache.incoming._BATCH", 100)  # bytes
     cache.to_disk(tmp_path / "out" / name)
 
-    found = TensorCache.from_disk(tmp_path / "out" / name)[:]
-    assert set(logps()) == set(found)
-    assert all(torch.equal(tensor, found[name]) for name, tensor in logps().items())
+    assert_equal(logps(), TensorCache.from_disk(tmp_path / "out" / name)[:])
 
 
 def test_a_closed_cache_is_an_error(cache: TensorCache) -> None:

@@ -44,6 +44,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def model(folder: Path) -> Any:
+    """It is on disk."""
+    return offload.from_pretrained(folder)
+
+
+@pytest.fixture
 def packed(tmp_path: Path) -> Any:
     """A model whose every product is with packed weights."""
     return offload.from_pretrained(write_gguf(llama(), tmp_path / "model.gguf", "Q8_0"))
@@ -68,8 +74,7 @@ def logits_of(found: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("_all_lengths")
 @pytest.mark.parametrize("seed", [0, 1])  # the model itself, and another one
-def test_greedy_text_of_a_dense_model_is_the_same_with_drafts(folder, seed):
-    model = offload.from_pretrained(folder)
+def test_greedy_text_of_a_dense_model_is_the_same_with_drafts(model, seed):
     expected = model.generate(PROMPT, **GREEDY)
     found = model.generate(PROMPT, assistant_model=llama(seed), **GREEDY)
     from_text = model.generate(PROMPT, prompt_lookup_num_tokens=10, **GREEDY)
@@ -144,9 +149,8 @@ def test_a_packed_model_attends_as_before_after_drafts(packed):
     assert "sdpa" == packed.config._attn_implementation
 
 
-def test_a_sampled_draft_of_the_model_itself_is_always_accepted(folder, monkeypatch):
+def test_a_sampled_draft_of_the_model_itself_is_always_accepted(model, monkeypatch):
     monkeypatch.setattr(candidates, "looked_up", lambda *_: ([], 0))
-    model = offload.from_pretrained(folder)
     for seed in range(3):
         torch.manual_seed(seed)
         model.generate(PROMPT, assistant_model=llama(), do_sample=True, max_new_tokens=12, top_k=0)
@@ -156,7 +160,7 @@ def test_a_sampled_draft_of_the_model_itself_is_always_accepted(folder, monkeypa
 
 
 @pytest.mark.usefixtures("_all_lengths")
-def test_drafted_tokens_are_streamed_in_order(folder):
+def test_drafted_tokens_are_streamed_in_order(model):
     class Listed(BaseStreamer):
         def __init__(self) -> None:
             self.tokens: list[int] = []
@@ -167,15 +171,14 @@ def test_drafted_tokens_are_streamed_in_order(folder):
         def end(self) -> None:
             self.tokens.append(-1)
 
-    model, streamer = offload.from_pretrained(folder), Listed()
+    streamer = Listed()
     found = model.generate(PROMPT, assistant_model=llama(), streamer=streamer, **GREEDY)
 
     assert [*found.sequences[0].tolist(), -1] == streamer.tokens
 
 
 @pytest.mark.usefixtures("_all_lengths")
-def test_a_draft_ends_where_the_text_ends(folder):
-    model = offload.from_pretrained(folder)
+def test_a_draft_ends_where_the_text_ends(model):
     text = model.generate(PROMPT, **GREEDY).sequences[0].tolist()
     end = text[PROMPT.shape[1] + 9]
     found = model.generate(PROMPT, assistant_model=llama(), eos_token_id=end, pad_token_id=0, **GREEDY)
@@ -184,12 +187,11 @@ def test_a_draft_ends_where_the_text_ends(folder):
 
 
 @pytest.mark.usefixtures("_all_lengths")
-def test_stopping_criteria_see_the_text_with_its_drafts(folder):
+def test_stopping_criteria_see_the_text_with_its_drafts(model):
     class Longer(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return torch.tensor([input_ids.shape[1] >= PROMPT.shape[1] + 6])
 
-    model = offload.from_pretrained(folder)
     found = model.generate(PROMPT, assistant_model=llama(), stopping_criteria=[Longer()], **GREEDY).sequences
     text = model.generate(PROMPT, **GREEDY).sequences
 
@@ -199,13 +201,13 @@ def test_stopping_criteria_see_the_text_with_its_drafts(folder):
 
 @pytest.mark.usefixtures("_all_lengths")
 @pytest.mark.parametrize("samples", [False, True])
-def test_an_assistant_may_have_another_vocabulary(folder, samples):
+def test_an_assistant_may_have_another_vocabulary(model, samples):
     def words(count: int, step: int) -> PreTrainedTokenizerFast:
         known = Tokenizer(models.WordLevel({f"w{n * step % count}": n for n in range(count)}, unk_token="w0"))
         known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0", pad_token="w0")
 
-    model, assistant = offload.from_pretrained(folder), llama(1, vocab_size=97)
+    assistant = llama(1, vocab_size=97)
     tokenizers = {"tokenizer": words(96, 5), "assistant_tokenizer": words(97, 3)}
     options = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": samples}
     found = model.generate(PROMPT, assistant_model=assistant, **tokenizers, **options)
@@ -216,8 +218,8 @@ def test_an_assistant_may_have_another_vocabulary(folder, samples):
 
 
 @pytest.mark.usefixtures("_all_lengths")
-def test_batches_in_flight_may_draft(folder):
-    model, assistant = offload.from_pretrained(folder), llama(1)
+def test_batches_in_flight_may_draft(model):
+    assistant = llama(1)
     batches = [PROMPT + number for number in range(4)]
     options = {"do_sample": False, "max_new_tokens": 12}
     expected = [model.generate(batch, **options) for batch in batches]
@@ -234,8 +236,8 @@ def generator_of(model: Any, assistant: Any = None, **options: Any) -> Any:
     return model._get_candidate_generator(config, PROMPT, PROMPT, [], {}, assistant)
 
 
-def test_an_assistant_that_says_how_many_tokens_it_drafts_is_left_to_transformers(folder):
-    model, free, said = offload.from_pretrained(folder), llama(), llama()
+def test_an_assistant_that_says_how_many_tokens_it_drafts_is_left_to_transformers(model):
+    free, said = llama(), llama()
     said.generation_config.num_assistant_tokens = 3
 
     assert type(generator_of(model, free)) is Drafts
@@ -273,8 +275,8 @@ def test_an_assistant_on_disk_stays_in_memory(folder, tmp_path):
     assert not any(value.pinned for value in page_state_of(handle_of(model.lm_head.weight)).ranges.values())
 
 
-def test_a_summary_counts_tokens_and_passes(folder):
-    model, passes = offload.from_pretrained(folder), []
+def test_a_summary_counts_tokens_and_passes(model):
+    passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     model.generate(PROMPT, assistant_model=llama(), do_sample=False, max_new_tokens=24)
     summary = draft_summary(model)
@@ -283,10 +285,9 @@ def test_a_summary_counts_tokens_and_passes(folder):
     assert f"{24 / summary.passes:.2f} tokens per pass" in str(summary)
 
 
-def test_settings_may_be_given_by_position(folder):
+def test_settings_may_be_given_by_position(model):
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
-    both = llama(), offload.from_pretrained(folder)
-    answers = [model.generate(torch.tensor([[1, 2, 3]]), settings) for model in both]
+    answers = [one.generate(torch.tensor([[1, 2, 3]]), settings) for one in (llama(), model)]
 
     assert (1, 7) == answers[0].shape
     assert torch.equal(*answers)
@@ -302,5 +303,5 @@ def test_settings_may_be_given_by_position(folder):
         ((GenerationConfig(max_new_tokens=4, num_return_sequences=2, do_sample=True),), {"num_beams": 4}, 2 * 4 * 7),
     ],
 )
-def test_keys_and_values_are_counted_as_generate_makes_them(folder, given, options, tokens):
-    assert tokens == _context(offload.from_pretrained(folder), torch.ones(2, 3, dtype=torch.long), *given, **options)
+def test_keys_and_values_are_counted_as_generate_makes_them(model, given, options, tokens):
+    assert tokens == _context(model, torch.ones(2, 3, dtype=torch.long), *given, **options)

@@ -104,13 +104,7 @@ def test_a_field_that_is_followed_changes_the_request(path):
 
 
 WRONG: dict[str, Any] = {"temperature": -1, "top_p": 2, "top_k": -2, "min_p": 2, "seed": 0.5, "stop": 3, "n": 99}
-WRONG |= {
-    "model": "gpt",
-    "frequency_penalty": 3,
-    "presence_penalty": "high",
-    "repetition_penalty": 0,
-    "max_tokens": 1.5,
-}
+WRONG |= {"model": "gpt", "frequency_penalty": 3, "presence_penalty": "high", "repetition_penalty": 0}
 WRONG |= {"ignore_eos": 1, "skip_special_tokens": "no", "max_completion_tokens": -1, "logprobs": "all", "stream": "yes"}
 WRONG |= {"stream_options": [], "stream_options.include_usage": 1, "top_logprobs": 21, "echo": 1, "best_of": 3}
 WRONG |= {"chat_template_kwargs": [], "continue_final_message": 1, "add_generation_prompt": "no"}

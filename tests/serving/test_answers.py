@@ -22,11 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = saved(tmp_path_factory.mktemp("served") / "odd", tiny_tokenizer(SPECIAL, begins=True))
     likeliest = greedy(offload.from_pretrained(place), [96, 3, 4], 1)
     kept = {5, 6, 7, 97, 98} - {*likeliest}
-    return saved(
-        place,
-        tiny_tokenizer(SPECIAL, begins=True),
-        suppress_tokens=[token for token in range(99) if token not in kept],
-    )
+    suppressed = [token for token in range(99) if token not in kept]
+    return saved(place, tiny_tokenizer(SPECIAL, begins=True), suppress_tokens=suppressed)
 
 
 @pytest.fixture(scope="module")
