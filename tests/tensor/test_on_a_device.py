@@ -118,7 +118,7 @@ def test_a_module_moves_with_its_weights_on_disk(device: torch.device, folder: P
 
 
 @on_the_device
-def test_a_tensor_is_made_for_a_device_and_sent_there_by_an_op(device: torch.device, folder: Path) -> None:
+def test_a_tensor_is_made_for_a_device_and_sent_there_by_an_op(device: torch.device) -> None:
     made: list[OffloadedTensor] = []
     make = lambda: made.append(OffloadedTensor.full((6, 8), 5.0, name="w", device="delayed"))  # noqa: E731
 
@@ -141,16 +141,13 @@ PICKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("pick", PICKS)
 @on_the_device
-def test_picked_rows_are_sent_alone(device: torch.device, folder: Path, pick: str) -> None:
+def test_picked_rows_are_sent_alone(folder: Path, pick: str) -> None:
     """They are picked where the file is; the table is not sent."""
     values, found = torch.randn(6, 8), []
-    table = on_disk(folder, "table", values)
+    table, expected = on_disk(folder, "table", values), PICKS[pick](values)
 
-    sent = crossing(lambda: found.append(PICKS[pick](table)))
-
-    expected = PICKS[pick](values)
+    assert expected.nbytes == crossing(lambda: found.append(PICKS[pick](table)))
     assert torch.equal(expected, found[0].cpu())
-    assert expected.nbytes == sent
 
 
 @on_the_device
@@ -181,7 +178,7 @@ def test_a_pass_sends_what_does_not_stay_and_memory_is_within_budget_and_what_is
 @on_the_device
 def test_the_next_pieces_are_on_their_way_while_an_op_computes(device: torch.device, folder: Path) -> None:
     """The copy stream goes on while the op's stream stands still, and the thread that issues them waits for neither."""
-    weights = [on_disk(folder, f"w{number}", torch.full((1 << 18,), float(number))) for number in range(2)]
+    weights, values = squares(folder, 2)
     outs = [torch.zeros(1 << 18, device=device) for _ in weights]
     torch.accelerator.synchronize()
     guest_of(weights[0])  # there is a copy stream
@@ -196,11 +193,11 @@ def test_the_next_pieces_are_on_their_way_while_an_op_computes(device: torch.dev
     send_on()
     delayed.side_of(device).synchronize()  # it ends
     go_on()
-    assert all(out.cpu().eq(number).all() for number, out in enumerate(outs))
+    assert all(torch.equal(value, out.cpu()) for value, out in zip(values, outs, strict=True))
 
 
 @on_the_device
-def test_experts_that_are_on_the_device_cost_no_byte(device: torch.device, folder: Path) -> None:
+def test_experts_that_are_on_the_device_cost_no_byte(folder: Path) -> None:
     """Of a stack, those that were picked stay one by one."""
     delayed.ops.late(50)
     stack = torch.randn(8, 256, 512)
@@ -220,7 +217,7 @@ def test_experts_that_are_on_the_device_cost_no_byte(device: torch.device, folde
 
 
 @on_the_device
-def test_a_value_that_is_larger_than_the_device_is_an_error(device: torch.device, folder: Path) -> None:
+def test_a_value_that_is_larger_than_the_device_is_an_error(folder: Path) -> None:
     weight = on_disk(folder, "w", torch.ones(1 << 20))
     delayed.ops.limit(2 * MIB)
 
@@ -230,10 +227,9 @@ def test_a_value_that_is_larger_than_the_device_is_an_error(device: torch.device
 
 @on_the_device
 def test_an_op_that_never_fits_is_an_error_though_values_are_sent_ahead_of_it(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path
 ) -> None:
-    weights = [on_disk(folder, f"w{number}", torch.ones(1 << 18)) for number in range(4)]
-    calls = []
+    weights, calls = squares(folder, 4)[0], []
 
     def act() -> torch.Tensor:
         calls.append(guest_of(weights[0]))
@@ -286,7 +282,7 @@ def test_a_command_takes_a_budget_for_the_device(device: torch.device, folder: P
 
 
 @on_the_device
-def test_a_changed_file_is_an_error_though_its_value_stays(device: torch.device, folder: Path) -> None:
+def test_a_changed_file_is_an_error_though_its_value_stays(folder: Path) -> None:
     weight = on_disk(folder, "w", torch.zeros(1 << 18))
     with offload.set_max_memory({"delayed:0": 4 * MIB}):
         assert MIB == crossing(lambda: guest_of(weight))
@@ -299,9 +295,7 @@ def test_a_changed_file_is_an_error_though_its_value_stays(device: torch.device,
 
 
 @on_the_device
-def test_a_fraction_of_a_device_that_tells_nothing_is_an_error(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fraction_of_a_device_that_tells_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def tells_nothing(_: object) -> None:
         raise RuntimeError
 
@@ -349,9 +343,7 @@ def on_the_delayed(what: str) -> int:
 
 @pytest.mark.parametrize(("free", "sent"), [(20, 0), (9, 1), (5, 5), (1, 9)])
 @on_the_device
-def test_a_device_fills_itself_to_the_limit_and_not_beyond(
-    device: torch.device, folder: Path, free: int, sent: int
-) -> None:
+def test_a_device_fills_itself_to_the_limit_and_not_beyond(folder: Path, free: int, sent: int) -> None:
     """Of ten weights those stay that there is room for; the others cross at each pass."""
     weights, values = squares(folder, 10)
     delayed.filled_up_to(free * MIB)
@@ -416,7 +408,7 @@ def test_a_bundle_without_room_is_sent_one_by_one_and_nothing_else_is_dropped_fo
 
 
 @on_the_device
-def test_two_models_share_what_a_device_has_room_for(device: torch.device, folder: Path) -> None:
+def test_two_models_share_what_a_device_has_room_for(folder: Path) -> None:
     """Whatever their budgets in main memory."""
     (weights, values), (others, theirs) = squares(folder, 6), squares(folder, 6, "v")
     page_state_of(handle_of(others[0])).pool = own = Pool(8 * MIB)
@@ -429,9 +421,7 @@ def test_two_models_share_what_a_device_has_room_for(device: torch.device, folde
 
 
 @on_the_device
-def test_an_integrated_device_holds_nothing_twice(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_integrated_device_holds_nothing_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, values = squares(folder, 2)
     delayed.filled_up_to(4 * MIB)
     monkeypatch.setattr(copies, "is_integrated", lambda _: True)
@@ -546,9 +536,7 @@ def test_a_bundle_stays_in_pinned_memory_while_there_is_enough(
 
 
 @on_the_device
-def test_pinned_memory_is_sent_only_once_it_is_filled(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_memory_is_sent_only_once_it_is_filled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread that sends the same bundle, at the worst moment."""
     weights, values = squares(folder, 2)
     send_many, again = staging.Staging.send_many, []
@@ -570,7 +558,7 @@ def test_pinned_memory_is_sent_only_once_it_is_filled(
 
 
 @on_the_device
-def test_values_that_were_sent_in_vain_are_dropped(device: torch.device, folder: Path) -> None:
+def test_values_that_were_sent_in_vain_are_dropped(folder: Path) -> None:
     """The values of a first order, which then changes again and again."""
     delayed.ops.late(20)
     staging._SLOT = 4 * MIB
@@ -650,10 +638,14 @@ def test_products_of_packed_forms_are_as_exact_where_they_lie(
 # Experts, here and there
 
 
+ROUTED = torch.tensor([[0, 5], [1, 6], [7, 2], [3, 4]])
+
+
 class Experts:
     """Of a layer: eight of 384 KiB, dense, on disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.given = torch.randn(4, 256).to(device), ROUTED.to(device), torch.rand(4, 2).to(device)
         self.up, self.down = torch.randn(8, 256, 256), torch.randn(8, 256, 128)
         self.stored = [on_disk(folder, "up", self.up), on_disk(folder, "down", self.down)]
         self.between = Between(self, self.gate, is_silu=True)
@@ -681,9 +673,6 @@ class Experts:
         return bool(((found.cpu() - true).abs() <= 1e-5 * true.abs().max()).all())
 
 
-ROUTED = torch.tensor([[0, 5], [1, 6], [7, 2], [3, 4]])
-
-
 @pytest.mark.fused
 @on_the_device
 def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_the_others(
@@ -691,30 +680,30 @@ def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_t
 ) -> None:
     tried: list[int] = []
     monkeypatch.setattr(hybrid, "_wins", lambda *_: tried.append(1) is None)
-    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    experts, results = Experts(folder, device), []
+    x, picks, weights = experts.given
     result = acts.Act.result
     monkeypatch.setattr(acts.Act, "result", lambda act: [experts.order.append(CPU), result(act)][1])
-    given, results = (x, ROUTED.to(device), weights), []
     with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
-        assert experts.sums(*given) is None  # their budget knows them once they were sent
+        assert experts.sums(*experts.given) is None  # their budget knows them once they were sent
         for _ in range(4):
             experts.use(0, 1, 2, 3)
         experts.use(4, 5, 6, 7)
-        experts.sums(*given)
+        experts.sums(*experts.given)
         experts.order.clear()
 
-        sent = crossing(lambda: results.append(experts.sums(*given)))
-        alone = experts.sums(x[1:2], ROUTED[1:2].to(device), weights[1:2])
-        many = experts.sums(x.repeat(3, 1), ROUTED.repeat(3, 1).to(device), weights.repeat(3, 1))
+        sent = crossing(lambda: results.append(experts.sums(*experts.given)))
+        alone = experts.sums(x[1:2], picks[1:2], weights[1:2])
+        many = experts.sums(*(one.repeat(3, 1) for one in experts.given))
         with offload.exact():
-            exact = experts.sums(*given)
+            exact = experts.sums(*experts.given)
         monkeypatch.setenv("OFFLOAD_HYBRID", "off")
-        switched_off = experts.sums(*given)
+        switched_off = experts.sums(*experts.given)
 
     assert [*[device] * 4, CPU] == experts.order[:5]
     assert sent < 64 << 10
-    assert experts.are_right(results[0], x, ROUTED, weights)
-    assert experts.are_right(alone, x[1:2], ROUTED[1:2], weights[1:2])
+    assert experts.are_right(results[0], *experts.given)
+    assert experts.are_right(alone, x[1:2], picks[1:2], weights[1:2])
     assert [None] * 3 == [many, exact, switched_off]
     assert [1, 1] == tried
 
@@ -733,15 +722,14 @@ def test_experts_are_sent_if_that_is_faster(
         return seconds if len(timed) == 1 else 0.5
 
     monkeypatch.setattr(hybrid, "_seconds", measured)
-    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
-    given = x, ROUTED.to(device), weights
+    experts = Experts(folder, device)
     with offload.set_max_memory({"delayed:0": 0}):
         experts.use(*range(8))
-        found = [experts.sums(*given) for _ in range(3)]
+        found = [experts.sums(*experts.given) for _ in range(3)]
 
     assert [seconds == 1.0] * 3 == [one is None for one in found]
     assert 2 == len(timed)
-    assert all(experts.are_right(one, x, ROUTED, weights) for one in (*timed, *found) if one is not None)
+    assert all(experts.are_right(one, *experts.given) for one in (*timed, *found) if one is not None)
 
 
 @pytest.mark.fused
@@ -791,11 +779,11 @@ def test_experts_that_all_stay_are_left_to_the_device_before_it_is_waited_for(
     device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acts, "_here_and_there", lambda *_: pytest.fail("the device is waited for"))
-    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    experts = Experts(folder, device)
     with offload.set_max_memory({"delayed:0": 16 << 20}):
         experts.use(*range(8))
 
-        assert experts.sums(x, ROUTED.to(device), weights) is None
+        assert experts.sums(*experts.given) is None
 
 
 @pytest.mark.fused
@@ -812,14 +800,13 @@ def test_interrupts_leave_experts_here_and_there_as_they_were(
         return bool(reads[0][1].storage_offset() >= 4 * 256 * 128)
 
     monkeypatch.setattr(acts, "streams_to", are_after_the_fourth)
-    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
-    given = x, ROUTED.to(device), weights
+    experts = Experts(folder, device)
+    tried = Act(lambda _: experts, lambda one: one.are_right(one.sums(*one.given), *one.given))
     with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
         experts.use(*range(8))
-        tried = Act(lambda _: experts, lambda one: one.are_right(one.sums(*given), x, ROUTED, weights))
 
         assert 50 < meets_interrupts(tried, folder, set(), step=16)
-        assert experts.are_right(experts.sums(*given), x, ROUTED, weights)
+        assert tried.act(experts)
 
 
 def many_steps(device: torch.device, folder: Path, steps: int) -> int:

@@ -92,13 +92,11 @@ def made(kind: str, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
             expected = torch.cat([expected, expected[7:40]]).bfloat16()
         return value, expected
     join = uneven if kind == "uneven" else fused
-    waiting = join({name: deferred(tensor) for name, tensor in stored.items()})
-    expected = join(numbers)
+    waiting, expected = (join(some) for some in ({name: deferred(one) for name, one in stored.items()}, numbers))
     if kind == "cast":
         waiting, expected = waiting.half(), expected.half()
     if kind == "turned":
-        waiting = waiting.transpose(0, 2).contiguous()
-        expected = expected.transpose(0, 2).contiguous()
+        waiting, expected = (one.transpose(0, 2).contiguous() for one in (waiting, expected))
     return waiting.stored("w"), expected  # type: ignore[attr-defined]
 
 
@@ -122,7 +120,7 @@ def is_recipe(tensor: torch.Tensor) -> bool:
 
 
 def random_cut(dim: int, shape: torch.Size) -> Callable[[torch.Tensor], torch.Tensor]:
-    at, size = random.randrange(dim), 0
+    at = random.randrange(dim)
     size = shape[at]
     start = random.randrange(size) if size else 0
     length = random.randint(0, size - start)
@@ -145,9 +143,7 @@ def random_cut(dim: int, shape: torch.Size) -> Callable[[torch.Tensor], torch.Te
 
 
 @pytest.mark.parametrize(
-    ("is_kept", "block"),
-    [(True, 500), *((False, size) for size in (backends.BLOCK, 1, 64, 500))],
-    indirect=["is_kept"],
+    ("is_kept", "block"), [(True, 500), *((False, size) for size in (backends.BLOCK, 1, 64, 500))], indirect=["is_kept"]
 )
 def test_random_cuts_are_those_of_the_plain_tensor(
     recipe: OffloadedTensor, plain: torch.Tensor, monkeypatch: pytest.MonkeyPatch, block: int
@@ -156,8 +152,7 @@ def test_random_cuts_are_those_of_the_plain_tensor(
     monkeypatch.setattr(backends, "BLOCK", block)
 
     for _ in range(150 if block == backends.BLOCK else 40):
-        ours: torch.Tensor = recipe
-        theirs = plain
+        ours, theirs = recipe, plain
         for _ in range(random.randint(1, 4)):
             if theirs.dim():
                 change = random_cut(theirs.dim(), theirs.shape)
@@ -190,7 +185,7 @@ def test_every_dtype_is_joined_and_cut(tmp_path: Path, dtype: torch.dtype) -> No
         assert torch.equal(cut(expected).contiguous().view(torch.uint8), cut(value).contiguous().view(torch.uint8))
 
 
-def test_recipes_may_be_empty_or_scalar(tmp_path: Path) -> None:
+def test_recipes_may_be_empty_or_scalar() -> None:
     stored = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
 
     number = deferred(stored[1, 2]).double().stored("number")  # type: ignore[attr-defined]
@@ -213,7 +208,7 @@ def test_views_may_have_another_dtype(recipe: OffloadedTensor, plain: torch.Tens
         assert torch.equal(theirs[..., 1], ours[..., 1] + 0)
 
 
-def test_conjugated_views_compute_as_plain_ones(tmp_path: Path) -> None:
+def test_conjugated_views_compute_as_plain_ones() -> None:
     values = [torch.randn(3, 4, dtype=torch.complex64) for _ in range(2)]
     stored = [OffloadedTensor.from_original_tensor(value, f"{at}") for at, value in enumerate(values)]
     expected = torch.cat(values)
@@ -474,8 +469,7 @@ def matrices(tmp_path: Path) -> tuple[OffloadedTensor, torch.Tensor]:
     plain = [torch.randn(N, K) for _ in range(E)]
     save_file({f"{number}": matrix for number, matrix in enumerate(plain)}, tmp_path / "experts.safetensors")
     stored = offload.load_file(tmp_path / "experts.safetensors")
-    joined = torch.stack([deferred(stored[f"{number}"]) for number in range(E)])
-    return _stored(joined), torch.stack(plain)
+    return _stored(torch.stack([deferred(stored[f"{number}"]) for number in range(E)])), torch.stack(plain)
 
 
 def _stored(tensor: torch.Tensor) -> OffloadedTensor:
@@ -540,8 +534,6 @@ def test_the_gradient_of_an_embedding_is_of_the_whole_table(matrices: tuple[Offl
         table = torch.nn.Parameter(one[2])
         F.embedding(torch.tensor([[1, 5], [5, 1]]), table, padding_idx=1).pow(2).sum().backward()  # type: ignore[no-untyped-call]
         grads.append(table.grad)
-    assert isinstance(grads[0], torch.Tensor)
-    assert isinstance(grads[1], torch.Tensor)
     assert torch.equal(*grads)
 
 
