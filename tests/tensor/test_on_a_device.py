@@ -1,4 +1,7 @@
-"""Values on disk whose ops compute on an accelerator: what stays there, what is sent ahead, and what is waited for."""
+"""Values on disk whose ops compute on an accelerator: what stays there, what is sent ahead, and what is waited for.
+
+Each test runs in a child of its own: what it replaces needs not be put back.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from offload.checkpoints.forms.formats import unpacked
 from offload.cli.main import parser
 from offload.cli.models import loaded_model
 from offload.errors import ArgumentError, ChangedFileError
+from offload.planning import estimate
 from offload.planning.machine import Computing, diagnose
 from offload.prefetch import copies, plan, room, staging
 from offload.prefetch.copies import retry_on_oom
@@ -245,9 +250,7 @@ def test_an_op_that_never_fits_is_an_error_though_values_are_sent_ahead_of_it(
 
 
 @on_the_device
-def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(device: torch.device, folder: Path) -> None:
     weight, send = on_disk(folder, "w", torch.ones(1 << 18)), copies.send_bytes
 
     def send_slowly(values: torch.Tensor, target: torch.device) -> Sent:
@@ -257,7 +260,7 @@ def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(
             leaving.extend(pool.reconsider(anew=True))
         return send(values, target)
 
-    monkeypatch.setattr(copies, "send_bytes", send_slowly)
+    copies.send_bytes = send_slowly
     with offload.set_max_memory({"delayed:0": 4 * MIB}):
         assert guest_of(weight).cpu().eq(1).all()
         stays = sum(copy.cached_bytes() for copy in page_state_of(handle_of(weight)).copies.values())
@@ -295,11 +298,11 @@ def test_a_changed_file_is_an_error_though_its_value_stays(folder: Path) -> None
 
 
 @on_the_device
-def test_a_fraction_of_a_device_that_tells_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_of_a_device_that_tells_nothing_is_an_error() -> None:
     def tells_nothing(_: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", tells_nothing)
+    torch.accelerator.get_memory_info = tells_nothing
 
     with pytest.raises(ArgumentError, match="delayed:0 tells of no free memory"):
         offload.set_max_memory({0: 0.5})
@@ -325,15 +328,11 @@ def used(weights: list[OffloadedTensor], values: list[torch.Tensor]) -> int:
     return crossing(use) // MIB
 
 
-@contextmanager
-def ticking() -> Iterator[Callable[[float], None]]:
-    """Time stands still, and passes when the function that this yields says so."""
-    now, moved = clock.now, [clock.now()]
+def stop_the_clock() -> Callable[[float], None]:
+    """From now on time passes when the returned function says so."""
+    moved = [clock.now()]
     clock.now = lambda: moved[-1]
-    try:
-        yield lambda seconds: moved.append(moved[-1] + seconds)
-    finally:
-        clock.now = now
+    return lambda seconds: moved.append(moved[-1] + seconds)
 
 
 def on_the_delayed(what: str) -> int:
@@ -357,22 +356,19 @@ def test_a_device_fills_itself_to_the_limit_and_not_beyond(folder: Path, free: i
 def test_a_device_gives_half_back_to_others_for_a_while(device: torch.device, folder: Path, asked: int) -> None:
     weights, values = squares(folder, 10)
     delayed.filled_up_to(10 * MIB)
-    with ticking() as pass_seconds:
-        before = [used(weights, values) for _ in range(2)]
-        theirs = []
-        with suppress(torch.OutOfMemoryError):
-            theirs.append(torch.empty(asked * MIB, dtype=torch.uint8, device=device))
-        pass_seconds(0.2)
-        used(weights, values)
-        meanwhile = on_the_delayed("do")
-        assert (asked > 8) == (theirs == [])
-        theirs.clear()
-        pass_seconds(60)
-        used(weights, values)
+    pass_seconds, theirs = stop_the_clock(), []
+    assert [10, 0] == [used(weights, values) for _ in range(2)]
 
-        assert [10, 0] == before
-        assert 5 == meanwhile
-        assert 0 == used(weights, values)
+    with suppress(torch.OutOfMemoryError):
+        theirs.append(torch.empty(asked * MIB, dtype=torch.uint8, device=device))
+    pass_seconds(0.2)
+    used(weights, values)
+    assert 5 == on_the_delayed("do")
+    assert (asked > 8) == (theirs == [])
+    theirs.clear()
+    pass_seconds(60)
+    used(weights, values)
+    assert 0 == used(weights, values)
 
 
 @on_the_device
@@ -398,7 +394,8 @@ def test_a_bundle_without_room_is_sent_one_by_one_and_nothing_else_is_dropped_fo
     staging._SLOT = 4 * MIB
     weights, values = squares(folder, 10)
     delayed.ops.limit(delayed.ops.allocated() + 5 * MIB + 3 * MIB)
-    with ticking() as pass_seconds, offload.set_max_memory({"delayed:0": 5 * MIB}):
+    pass_seconds = stop_the_clock()
+    with offload.set_max_memory({"delayed:0": 5 * MIB}):
         for _ in range(4):
             assert used(weights, values) >= 5
             pass_seconds(1)
@@ -421,10 +418,10 @@ def test_two_models_share_what_a_device_has_room_for(folder: Path) -> None:
 
 
 @on_the_device
-def test_an_integrated_device_holds_nothing_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_integrated_device_holds_nothing_twice(folder: Path) -> None:
     weights, values = squares(folder, 2)
     delayed.filled_up_to(4 * MIB)
-    monkeypatch.setattr(copies, "is_integrated", lambda _: True)
+    copies.is_integrated = lambda _: True
     os.sync()  # pages that are not written yet can't be dropped
 
     assert [2, 0] == [used(weights, values) for _ in range(2)]
@@ -432,12 +429,10 @@ def test_an_integrated_device_holds_nothing_twice(folder: Path, monkeypatch: pyt
 
 
 @on_the_device
-def test_the_keys_and_values_of_a_context_have_room_on_a_device(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_keys_and_values_of_a_context_have_room_on_a_device(device: torch.device, folder: Path) -> None:
     """Of 4,096 tokens; `plan` and `doctor` say the same."""
     delayed.ops.late(20)
-    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda *_: Computing(1e9, 1e9, 1e9, 0.0, 1e9))
+    estimate.computing_rates = lambda *_: Computing(1e9, 1e9, 1e9, 0.0, 1e9)
     FORMS["llama"].write(folder)
     delayed.filled_up_to(256 * MIB)
     model = offload.from_pretrained(folder, device_map="disk:delayed:0")
@@ -520,15 +515,15 @@ def test_values_that_stream_cross_in_one_copy_per_block(
 @pytest.mark.parametrize("is_short", [False, True])
 @on_the_device
 def test_a_bundle_stays_in_pinned_memory_while_there_is_enough(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+    device: torch.device, folder: Path, is_short: bool
 ) -> None:
-    monkeypatch.setattr(staging, "available_bytes", lambda: (4 if is_short else 64) * MIB)
+    staging.available_bytes = lambda: (4 if is_short else 64) * MIB
     weights, values = squares(folder, 4)
     with offload.set_max_memory({"delayed:0": 0}):
         for _ in range(3):
             used(weights, values)
         arrived: list[object] = []
-        monkeypatch.setattr(copies, "arrive", arrived.append)
+        copies.arrive = arrived.append
 
         assert 4 == used(weights, values)
         assert (4 if is_short else 0) == len(arrived)
@@ -536,7 +531,7 @@ def test_a_bundle_stays_in_pinned_memory_while_there_is_enough(
 
 
 @on_the_device
-def test_pinned_memory_is_sent_only_once_it_is_filled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_sent_only_once_it_is_filled(folder: Path) -> None:
     """Another thread that sends the same bundle, at the worst moment."""
     weights, values = squares(folder, 2)
     send_many, again = staging.Staging.send_many, []
@@ -549,7 +544,7 @@ def test_pinned_memory_is_sent_only_once_it_is_filled(folder: Path, monkeypatch:
             thread.join()
         return send_many(self, pinned, stored, spans)
 
-    monkeypatch.setattr(staging.Staging, "send_many", send_late)
+    staging.Staging.send_many = send_late
     with offload.set_max_memory({"delayed:0": 0}):
         for _ in range(4):
             used(weights, values)
@@ -580,10 +575,8 @@ def products_of(weights: list[OffloadedTensor], x: torch.Tensor) -> list[torch.T
 
 @pytest.mark.fused
 @on_the_device
-def test_a_product_is_computed_where_its_weight_lies_if_that_wins(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hybrid, "_wins", lambda here, *_: here() is not None)
+def test_a_product_is_computed_where_its_weight_lies_if_that_wins(device: torch.device, folder: Path) -> None:
+    hybrid._wins = lambda here, *_: here() is not None
     delayed.ops.late(20)
     weights = packed_layers(folder, device)
     x = torch.randn(8, SIDE)
@@ -603,19 +596,17 @@ def test_a_product_is_computed_where_its_weight_lies_if_that_wins(
         assert LAYERS * MIB <= crossing(lambda: products_of(weights, more))
         with offload.exact():
             assert LAYERS * MIB <= crossing(lambda: products_of(weights, there))
-        monkeypatch.setenv("OFFLOAD_HYBRID", "off")
+        os.environ["OFFLOAD_HYBRID"] = "off"
         assert LAYERS * MIB <= crossing(lambda: products_of(weights, there))
 
 
 @pytest.mark.fused
 @pytest.mark.parametrize("name", ["fp8-mixtral", "mxfp4-gpt_oss", "ct-nvfp4a16", "gptq", "gguf-q4_k"])
 @on_the_device
-def test_products_of_packed_forms_are_as_exact_where_they_lie(
-    device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_packed_forms_are_as_exact_where_they_lie(device: torch.device, folder: Path, name: str) -> None:
     """Of dense layers and of experts, alone and in batches: weights, product and sum are rounded."""
-    monkeypatch.setattr(hybrid, "_wins", lambda here, *_: here() is not None)
-    monkeypatch.setattr(products, "streams_to", lambda *_: True)  # though they are small
+    hybrid._wins = lambda here, *_: here() is not None
+    products.streams_to = lambda *_: True  # though they are small
     delayed.ops.late(20)
     FORMS[name].write(folder)
     model = offload.from_pretrained(folder, device_map="disk:delayed:0", **FORMS[name].options)
@@ -676,14 +667,14 @@ class Experts:
 @pytest.mark.fused
 @on_the_device
 def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_the_others(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path
 ) -> None:
     tried: list[int] = []
-    monkeypatch.setattr(hybrid, "_wins", lambda *_: tried.append(1) is None)
+    hybrid._wins = lambda *_: tried.append(1) is None
     experts, results = Experts(folder, device), []
     x, picks, weights = experts.given
     result = acts.Act.result
-    monkeypatch.setattr(acts.Act, "result", lambda act: [experts.order.append(CPU), result(act)][1])
+    acts.Act.result = lambda act: [experts.order.append(CPU), result(act)][1]
     with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
         assert experts.sums(*experts.given) is None  # their budget knows them once they were sent
         for _ in range(4):
@@ -697,7 +688,7 @@ def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_t
         many = experts.sums(*(one.repeat(3, 1) for one in experts.given))
         with offload.exact():
             exact = experts.sums(*experts.given)
-        monkeypatch.setenv("OFFLOAD_HYBRID", "off")
+        os.environ["OFFLOAD_HYBRID"] = "off"
         switched_off = experts.sums(*experts.given)
 
     assert [*[device] * 4, CPU] == experts.order[:5]
@@ -711,9 +702,7 @@ def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_t
 @pytest.mark.fused
 @pytest.mark.parametrize("seconds", [1.0, 0.1])
 @on_the_device
-def test_experts_are_sent_if_that_is_faster(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
+def test_experts_are_sent_if_that_is_faster(device: torch.device, folder: Path, seconds: float) -> None:
     """Both ways are timed once: to compute them here, in so many seconds, or to send them in half a second."""
     timed: list[Any] = []
 
@@ -721,7 +710,7 @@ def test_experts_are_sent_if_that_is_faster(
         timed.append(act())
         return seconds if len(timed) == 1 else 0.5
 
-    monkeypatch.setattr(hybrid, "_seconds", measured)
+    hybrid._seconds = measured
     experts = Experts(folder, device)
     with offload.set_max_memory({"delayed:0": 0}):
         experts.use(*range(8))
@@ -738,12 +727,12 @@ def test_experts_are_sent_if_that_is_faster(
 )
 @on_the_device
 def test_experts_of_each_form_are_as_exact_here_and_there_as_plain_ones(
-    device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path, name: str
 ) -> None:
     """Every second one is computed here, alone and in batches."""
     turns = itertools.count()
-    monkeypatch.setattr(hybrid, "_wins", lambda *_: True)
-    monkeypatch.setattr(acts, "streams_to", lambda *_: next(turns) % 2 == 0)  # though they are small
+    hybrid._wins = lambda *_: True
+    acts.streams_to = lambda *_: next(turns) % 2 == 0  # though they are small
     delayed.ops.late(20)
     form = FORMS[name]
     form.write(folder)
@@ -776,9 +765,9 @@ def test_experts_of_each_form_are_as_exact_here_and_there_as_plain_ones(
 @pytest.mark.fused
 @on_the_device
 def test_experts_that_all_stay_are_left_to_the_device_before_it_is_waited_for(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path
 ) -> None:
-    monkeypatch.setattr(acts, "_here_and_there", lambda *_: pytest.fail("the device is waited for"))
+    acts._here_and_there = lambda *_: pytest.fail("the device is waited for")
     experts = Experts(folder, device)
     with offload.set_max_memory({"delayed:0": 16 << 20}):
         experts.use(*range(8))
@@ -788,18 +777,16 @@ def test_experts_that_all_stay_are_left_to_the_device_before_it_is_waited_for(
 
 @pytest.mark.fused
 @on_the_device
-def test_interrupts_leave_experts_here_and_there_as_they_were(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupts_leave_experts_here_and_there_as_they_were(device: torch.device, folder: Path) -> None:
     """Ctrl-C at places all over; half of them stay."""
-    monkeypatch.setattr(hybrid, "_wins", lambda *_: True)
+    hybrid._wins = lambda *_: True
     delayed.ops.late(20)
 
     def are_after_the_fourth(device: torch.device, reads: Any) -> bool:
         copies.streams_to(device, reads)
         return bool(reads[0][1].storage_offset() >= 4 * 256 * 128)
 
-    monkeypatch.setattr(acts, "streams_to", are_after_the_fourth)
+    acts.streams_to = are_after_the_fourth
     experts = Experts(folder, device)
     tried = Act(lambda _: experts, lambda one: one.are_right(one.sums(*one.given), *one.given))
     with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
@@ -831,11 +818,8 @@ def many_steps(device: torch.device, folder: Path, steps: int) -> int:
                 if chance.random() < 0.01:
                     offload.budget.evict(weights[chance.randrange(count)])
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(use, range(2)))
     return len(wrong)
 
 

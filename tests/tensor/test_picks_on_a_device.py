@@ -29,6 +29,7 @@ from tests.checkpoints.pieces import bits_of, random_bytes, random_scales, store
 from tests.prefetch import delayed_device as delayed
 from tests.prefetch.delayed_device import MIB, on_the_device
 from tests.tensor.test_on_a_device import crossing
+from tests.tensor.test_products import packed_table
 
 ROWS, COLUMNS = 512, 4096
 PICKS = [300, 3, 131, 130, 3]  # four rows, in three blocks of 128
@@ -86,7 +87,7 @@ def test_picked_rows_are_sent_as_they_are_stored(
 @on_the_device
 def test_blocks_of_picked_rows_of_a_gguf_file_are_sent(device: torch.device, folder: Path, times: int) -> None:
     delayed.ops.late(50)
-    made, needed = _gguf(folder), 4 * COLUMNS // 32 * 34
+    made, needed = packed_table(folder, ROWS, COLUMNS), 4 * COLUMNS // 32 * 34
 
     _check(made if times == 0 else _joined([made] * times), needed, device)
 
@@ -122,8 +123,7 @@ def test_picked_experts_are_sent_as_they_are_stored(device: torch.device, folder
     delayed.ops.late(50)
     pieces: dict[str, torch.Tensor] = {}
     for number in range(8):
-        weight = random_bytes(256, 1024, dtype=torch.float8_e4m3fn, seed=number)
-        pieces[f"{number}.weight"] = forms.finite(weight)
+        pieces[f"{number}.weight"] = forms.finite(random_bytes(256, 1024, dtype=torch.float8_e4m3fn, seed=number))
         pieces[f"{number}.weight_scale_inv"] = random_scales(2, 8, seed=number)
     dense = unpacked(stored(folder, pieces), {"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert dense is not None
@@ -159,18 +159,6 @@ def test_a_device_without_room_for_picked_rows_keeps_less(device: torch.device, 
         found = table.to(device)[rows].cpu()
 
     assert torch.equal(bits_of(table[rows]), bits_of(found))
-
-
-def _gguf(folder: Path) -> OffloadedTensor:
-    import gguf
-
-    kind = gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(folder / "t.gguf", "llama")
-    writer.add_tensor("table", gguf.quants.quantize(torch.randn(ROWS, COLUMNS).numpy(), kind), raw_dtype=kind)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
-    return offload.load_file(folder / "t.gguf")["table"]
 
 
 def _joined(tables: list[OffloadedTensor]) -> OffloadedTensor:
