@@ -137,7 +137,6 @@ def test_07_version_counters_move(change, plain):
     ],
 )
 def test_08_size_and_stride_that_change_inside_an_op_are_seen(change, plain):
-    """The wrapper's metadata follows, and so does its value."""
     w = offloaded(plain.clone())
     change(w)
     change(plain)
@@ -312,7 +311,6 @@ def test_15_a_wrapper_flattens_to_its_mapping(plain):
 
 @pytest.fixture(scope="module")
 def int8() -> torch.Tensor:
-    """A quantized torchao weight, (16, 32)."""
     return _quantized(0)
 
 

@@ -477,7 +477,7 @@ def test_sparse_quantized_and_nested_results_stay_in_memory():
     assert not any(map(is_offloaded, found))
 
 
-# Loading
+# Loading, and memory
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -504,8 +504,6 @@ def test_a_file_that_is_not_of_offload_is_never_replaced(tmp_path, monkeypatch):
 
     assert "mine" == (tmp_path / "ones.1.0.safetensors").read_text()
 
-
-# Memory
 
 MEMORY = """
     import json, torch, offload

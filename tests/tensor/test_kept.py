@@ -100,12 +100,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ways.extend(["bound"] if found is not None else [])
         return found
 
-    def not_bound(*args: Any) -> Any:
-        ways.append("anew")
-        return other(*args)
-
     monkeypatch.setattr(BoundWeight, "multiply", way)
-    monkeypatch.setattr(products, "_product_with_rows", not_bound)
+    monkeypatch.setattr(products, "_product_with_rows", lambda *args: (ways.append("anew"), other(*args))[1])
     return ways
 
 
@@ -355,11 +351,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def scaled_of(file: Path, dtype: torch.dtype = torch.bfloat16) -> Scaled:
+    return offload.load_checkpoint_and_dispatch(Scaled().to(dtype), file, device_map="disk", dtype=dtype)
+
+
 @pytest.fixture
 def scaled(file: Path) -> Scaled:
-    scaled = Scaled()
-    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
-    return scaled
+    return scaled_of(file)
 
 
 @pytest.fixture
@@ -371,14 +369,8 @@ def norm(scaled: Scaled) -> OffloadedTensor:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of pieces that values are computed from, each time."""
-    names: list[str] = []
-    put = recipes.Piece.put
-
-    def counted(self: Any, place: torch.Tensor, view_spec: torch.Tensor) -> None:
-        names.append(self.handle.name)
-        put(self, place, view_spec)
-
-    monkeypatch.setattr(recipes.Piece, "put", counted)
+    names, put = [], Piece.put
+    monkeypatch.setattr(Piece, "put", lambda piece, *given: (names.append(piece.handle.name), put(piece, *given)))
     return names
 
 
@@ -418,9 +410,7 @@ def test_a_write_to_a_source_is_seen(file: Path, is_owned: bool) -> None:
 
 
 def test_an_array_of_a_small_value_can_not_be_written_to(file: Path) -> None:
-    scaled = Scaled().half()
-    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.float16)
-    array = scaled.norm.numpy()
+    array = scaled_of(file, torch.float16).norm.numpy()
 
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
@@ -445,10 +435,10 @@ def test_results_do_not_share_the_memory_of_a_small_value(norm: OffloadedTensor)
 def test_small_values_take_a_bounded_amount_of_memory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small.SMALL_VALUES.release()
     monkeypatch.setattr(small, "_ALL", 10 * 2 * WIDTH)
-    layers = [Scaled() for _ in range(30)]
-    for scaled in layers:
-        offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
-        _ = scaled.norm + 1
+    layers: list[Scaled] = []
+    for _ in range(30):
+        layers.append(scaled_of(file))
+        _ = layers[-1].norm + 1
 
         assert small.SMALL_VALUES.nbytes() <= 10 * 2 * WIDTH
 
@@ -457,8 +447,7 @@ def test_small_values_take_a_bounded_amount_of_memory(file: Path, monkeypatch: p
 
 def test_memory_of_a_small_value_goes_with_its_tensor(file: Path) -> None:
     small.SMALL_VALUES.release()
-    scaled = Scaled()
-    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
+    scaled = scaled_of(file)
     _ = scaled.norm + 1
     assert 2 * WIDTH == small.SMALL_VALUES.nbytes()
     del scaled

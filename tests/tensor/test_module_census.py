@@ -105,8 +105,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def dtypes_of(name: str) -> list[torch.dtype]:
-    known = MODULES[name].dtypes
-    return [FIRST_DTYPE, *[dtype for dtype in SECOND_DTYPES if dtype in known][:1]]
+    return [FIRST_DTYPE, *[dtype for dtype in SECOND_DTYPES if dtype in MODULES[name].dtypes][:1]]
 
 
 def attempt(module: nn.Module, arguments: Any) -> tuple[Any, Exception | None]:
@@ -127,7 +126,6 @@ def gradients(results: Any, arguments: Any) -> list[torch.Tensor | None]:
 
 
 def assert_same_tensors(plain: nn.Module, offloaded: nn.Module) -> None:
-    """Parameters and buffers are equal, and still on disk."""
     actual = tensors_of(offloaded)
     assert_equal(tensors_of(plain), actual)
     for key, tensor in actual.items():
@@ -175,7 +173,6 @@ def test_module_learns_on_disk_what_it_learns_in_memory(name: str, training: boo
 @pytest.mark.campaign("ops")
 @pytest.mark.parametrize(("name", "training"), MODULES_AND_MODES)
 def test_module_runs_on_disk_as_in_memory_without_gradients(name: str, training: bool) -> None:
-    """Under `no_grad`, and in inference mode."""
     compared = 0
     for dtype in dtypes_of(name):
         for case in cases(name, dtype, training=training):

@@ -139,11 +139,10 @@ def test_a_module_goes_to_meta(plain: Model, on_disk: Model) -> None:
     assert not any(tensor.is_meta for tensor in on_disk.to_empty(device="cpu").state_dict().values())
 
 
-# State
+# State and optimizers
 
 
 def test_a_state_dict_reads_nothing(on_disk: Model) -> None:
-    """Its tensors are on disk, and detached."""
     state = on_disk.state_dict()
 
     assert all(offload.is_offloaded(tensor) and not tensor.requires_grad for tensor in state.values())
@@ -191,9 +190,6 @@ def test_swap_tensors_exchanges_parameters() -> None:
     assert all(isinstance(one, nn.Parameter) for one in (a, b))
 
 
-# Optimizers
-
-
 @pytest.mark.parametrize("fused", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_fused_optimizer_writes_through(fused: Any, plain: Model, on_disk: Model) -> None:
     for model in (plain, on_disk):
@@ -207,7 +203,6 @@ def test_a_fused_optimizer_writes_through(fused: Any, plain: Model, on_disk: Mod
 
 
 def _checkpointed(model: Model, x: torch.Tensor, *, use_reentrant: bool) -> torch.Tensor:
-    """Recomputed in backward from the same files."""
     return checkpoint(lambda t: model.norm(model.layer(t)), x, use_reentrant=use_reentrant)
 
 

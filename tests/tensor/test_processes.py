@@ -144,7 +144,6 @@ def in_threads(act: Callable[[int], None], count: int = 8) -> None:
 
 
 def test_threads_read_shared_tensors(plain: torch.Tensor) -> None:
-    """Ops, views and gradients in eight threads give the same as in one."""
     weights = [offloaded(plain + i, f"w{i}") for i in range(4)]
     x = torch.randn(3, 32)
 
@@ -215,7 +214,6 @@ def test_a_reference_is_passed_and_no_data(dumps: Callable[[Any], bytes]) -> Non
 
 
 def test_attributes_of_a_tensor_are_passed_with_it(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """Whether it is a parameter, requires grad, its view, lazy bits, its name."""
     sent = [
         nn.Parameter(offloaded(plain)),
         offloaded(plain).t()[1:, ::2],
@@ -323,7 +321,7 @@ def test_a_model_goes_by_reference_to_a_process_of_any_origin(
     assert not offload.is_offloaded(pickle.loads(pickle.dumps(model))[0].weight)
 
 
-# Processes
+# Processes and data loaders
 
 
 def _check_values(w: OffloadedTensor, expected: torch.Tensor) -> None:
@@ -337,12 +335,14 @@ def test_a_spawned_process_reads_what_it_gets(plain: torch.Tensor) -> None:
     run_in_process("spawn", _check_values, offloaded(plain), plain)
 
 
-def _change(w: OffloadedTensor, how: str) -> None:
-    if how == "in place":
-        w[0].fill_(7)
-        w.add_(1)
-    elif how == "replaced":
-        w.update_values(w + 1)
+def _change(w: OffloadedTensor) -> None:
+    w[0].fill_(7)
+    w.add_(1)
+    gc.collect()
+
+
+def _replace(w: OffloadedTensor) -> None:
+    w.update_values(w + 1)
     gc.collect()
 
 
@@ -351,19 +351,16 @@ def test_the_parent_sees_the_writes_of_a_process(way: str, named: bool, plain: t
     """In-place and atomic ones; the file stays when the process ends."""
     w = offloaded(plain, "w", tmp_path if named else None)
     row = w[0]
-    run_in_process(way, _change, w, "in place")
+    run_in_process(way, _change, w)
     plain[0] = 7
     plain += 1
     assert_equal(plain, w)
     assert_equal(plain[0], row)
 
-    run_in_process(way, _change, w, "replaced")
+    run_in_process(way, _replace, w)
     assert_equal(plain + 1, w)
     assert_equal(plain[0] + 1, row)
     assert w.offload_path.exists()
-
-
-# Data loaders
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
@@ -382,7 +379,6 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("way", [None, "fork", "forkserver"])
 def test_a_data_loader_reads_rows(way: str | None, plain: torch.Tensor) -> None:
-    """With both kinds of workers and without; batches are plain."""
     workers = {"num_workers": 2, "multiprocessing_context": context_of(way)} if way else {}
     batches = list(DataLoader(Rows(offloaded(plain)), batch_size=16, **workers))
 

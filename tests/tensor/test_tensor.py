@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import operator
 import os
@@ -24,6 +23,7 @@ import offload.tensor.ops
 import offload.tensor.wrapper
 from offload import OffloadedTensor
 from offload.errors import DtypeMismatchError, NameInUseError, ShapeMismatchError, StaleViewError, UnsupportedOpError
+from offload.memory import uncollected
 from offload.tensor.registry import FUNCTIONS
 from offload.tensor.wrapper import wrap
 from tests.equal import assert_equal
@@ -123,7 +123,7 @@ def test_an_unknown_device_is_an_error_that_names_the_available_ones() -> None:
         OffloadedTensor.empty((2,), name="w", device="floppy")
 
 
-# Properties and text
+# Properties, text, views
 
 
 def test_text_is_that_of_the_plain_tensor_with_the_name(plain: torch.Tensor) -> None:
@@ -176,9 +176,6 @@ def test_numbers_are_formatted_as_of_a_plain_tensor() -> None:
     assert "b" == "ab"[offloaded(torch.tensor(1), "i")]
 
 
-# Reads
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -214,9 +211,6 @@ def test_a_tensor_like_it_is_made_with_the_file_closed(make: Any, plain: torch.T
     assert (expected.dtype, expected.device) == (result.dtype, result.device)
     if "empty" not in make.__name__ and "<lambda>" != make.__name__:
         assert_equal(expected, result)
-
-
-# Views
 
 
 @pytest.mark.parametrize(
@@ -388,7 +382,6 @@ def test_update_values_refuses_another_shape_or_dtype(
 
 
 def test_update_values_takes_an_offloaded_value_even_its_own_view() -> None:
-    """A transpose of itself reads the old value while the new one is written."""
     square = torch.randn(5, 5)
     w = offloaded(square)
     w.update_values(w.t())
@@ -424,7 +417,7 @@ def test_an_old_view_of_a_new_layout_is_an_error(plain: torch.Tensor) -> None:
     assert [1.0] == w[:1].tolist()
 
 
-# Moves and casts
+# Moves, casts, and other data
 
 
 def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
@@ -471,9 +464,6 @@ def test_an_absent_device_raises_the_error_of_torch(plain: torch.Tensor) -> None
         offloaded(plain).to("cuda")
 
     assert (expected.type, str(expected.value)) == (raised.type, str(raised.value))
-
-
-# Assigning .data
 
 
 def other_data(p: Any, x: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
@@ -542,7 +532,7 @@ def test_assigning_data_in_a_named_folder_makes_old_views_an_error(tmp_path: Pat
         kept.sum()
 
 
-# Back to memory
+# Memory, ownership, copies
 
 
 def test_materialize_is_independent(plain: torch.Tensor) -> None:
@@ -627,13 +617,9 @@ def test_dlpack_shares_an_own_file_and_copies_a_checkpoint(checkpoint: Path, pla
         torch.from_dlpack(w.requires_grad_())
 
 
-# Ownership
-
-
 def test_a_private_file_goes_with_its_last_tensor(plain: torch.Tensor) -> None:
     """Views and parameters keep it alive; no cycle keeps it longer: the collector is off."""
-    gc.disable()
-    try:
+    with uncollected():
         w = offloaded(plain)
         path = w.offload_path
         view, parameter = w[0], nn.Parameter(w)
@@ -644,8 +630,6 @@ def test_a_private_file_goes_with_its_last_tensor(plain: torch.Tensor) -> None:
         assert_equal(plain[0], view)
         del view
         assert not path.exists()
-    finally:
-        gc.enable()
 
 
 def test_a_file_in_a_named_folder_stays(tmp_path: Path, plain: torch.Tensor) -> None:
@@ -667,9 +651,6 @@ def test_two_live_tensors_do_not_share_a_name(tmp_path: Path, plain: torch.Tenso
     del w
 
     assert_equal(plain, OffloadedTensor.from_original_tensor(plain, "w", tmp_path, exist_ok=True))
-
-
-# Copies
 
 
 def test_a_clone_and_a_deepcopy_are_copies_and_others_aliases(plain: torch.Tensor) -> None:

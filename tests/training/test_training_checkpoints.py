@@ -188,7 +188,7 @@ def test_small_values_are_back_in_memory_and_need_no_checkpoint(tmp_path):
     train(model, optimizer)
 
 
-# Errors
+# Errors and kills
 
 
 def test_a_folder_without_a_checkpoint_says_so(tmp_path):
@@ -266,8 +266,6 @@ def test_values_of_a_subclass_are_refused_by_name(tmp_path):
     with pytest.raises(UnsupportedOpError, match=r"model\.0\.weight.*frozen=False"):
         offload.training.save_training(model, tmp_path)
 
-
-# Kills
 
 DRIVER = """
     import json, mmap, os, random, signal, sys, time, torch, offload
