@@ -232,10 +232,6 @@ def test_checkpoints_have_their_inputs_on_disk(use_reentrant, tmp_path):
     assert all(map(torch.equal, gradients(plain), gradients(blocks)))
 
 
-def compiled(function):
-    return torch.compile(function, backend="aot_eager")
-
-
 def in_half(layer):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return layer(torch.ones(4, 16)).float().square().sum()
@@ -243,6 +239,9 @@ def in_half(layer):
 
 def plainly(layer):
     return layer(torch.ones(4, 16)).square().sum()
+
+
+compiled = partial(torch.compile, backend="aot_eager")
 
 
 def on_disk(loss_of, folder):
