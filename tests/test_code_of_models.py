@@ -164,10 +164,8 @@ def test_buffers_that_are_in_no_checkpoint_are_those_that_the_code_makes(dtype, 
 
 
 def test_code_that_cannot_make_its_buffers_alone_is_refused_with_their_names(tmp_path):
-    config = LlamaConfig(hidden_size=4, num_attention_heads=1, vocab_size=8)
-    Careless(config).save_pretrained(tmp_path)
+    Careless(LlamaConfig(hidden_size=4, num_attention_heads=1, vocab_size=8)).save_pretrained(tmp_path)
+    words = r"buffers of Careless .*\(no values here\): scale, part.counts, part.none"
 
-    with pytest.raises(
-        CheckpointError, match=r"buffers of Careless .*\(no values here\): scale, part.counts, part.none"
-    ):
+    with pytest.raises(CheckpointError, match=words):
         offload.from_pretrained(tmp_path, model_class=Careless)

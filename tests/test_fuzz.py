@@ -20,44 +20,26 @@ MISBEHAVING = """
     from tests.fuzz.models import Kind
     from offload.errors import CorruptFileError
 
-    def damage(files, chance):
-        return files
-
-    def refuse(folder):
-        raise CorruptFileError(f"{folder / 'a'} is torn")
-
-    def refuse_without_a_path(folder):
-        raise CorruptFileError("it is torn")
-
-    def run_over(folder):
-        raise KeyError("a")
-
-    def die(folder):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    def hang(folder):
-        while True:
-            time.sleep(1)
-
-    def fill_memory(folder):
-        bytearray(b"x") * (300 << 20)
-        return {}
-
-    def read(folder):
-        return {"w": torch.ones(2)}
-
-    def read_other(folder):
-        return {"w": torch.zeros(2)}
-
-    def they_die(folder):
-        os.kill(os.getpid(), signal.SIGKILL)
+    def torn(words):
+        raise CorruptFileError(f"{words} is torn")
 
     fuzz._LIMIT = 1.0
-    acts = (refuse, refuse_without_a_path, run_over, die, fill_memory, read, hang)
-    kinds = [Kind(act.__name__, [{"a": b"bytes"}], damage, act) for act in acts]
-    for act in (read, read_other):
-        kinds.append(Kind(f"{act.__name__}_as_they", [{"a": b""}], damage, act, read))
-    kinds.append(Kind("they_die", [{"a": b""}], damage, read, they_die))
+    acts = {
+        "refuse": lambda folder: torn(folder / "a"),
+        "refuse_without_a_path": lambda _: torn("it"),
+        "run_over": lambda _: {}["a"],
+        "die": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
+        "fill_memory": lambda _: {} if bytearray(b"x") * (300 << 20) else None,
+        "read": lambda _: {"w": torch.ones(2)},
+        "hang": lambda _: time.sleep(1000),
+    }
+    whole = lambda files, chance: files
+    kinds = [Kind(name, [{"a": b"bytes"}], whole, act) for name, act in acts.items()]
+    kinds += [
+        Kind("read_as_they", [{"a": b""}], whole, acts["read"], acts["read"]),
+        Kind("read_other_as_they", [{"a": b""}], whole, lambda _: {"w": torch.zeros(2)}, acts["read"]),
+        Kind("they_die", [{"a": b""}], whole, acts["read"], lambda _: os.kill(os.getpid(), signal.SIGKILL)),
+    ]
     for name, found in fuzz.campaign(kinds, 0, Path(sys.argv[1], "work"), trials=2).items():
         print(name, *[outcome for outcome, count in found.counts.items() for _ in range(count)], len(found.failures))
 """

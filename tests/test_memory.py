@@ -55,9 +55,8 @@ MANY = """
 
 
 def test_thousands_of_tensors_under_a_limit_of_256_descriptors_leave_nothing(quick_folder):
-    said = run_script(MANY, 3000, env={"TMPDIR": quick_folder})
+    found = json.loads(run_script(MANY, 3000, env={"TMPDIR": quick_folder}))
 
-    found = json.loads(said)
     assert found["right"]
     assert 3000 == found["files"]
     assert 0 == found["left"]
@@ -117,8 +116,7 @@ def test_peak_memory_is_budget_window_and_32_mib(tmp_path):
     """
     layers, size, budget, window = 12, 2048, 64 << 20, 48 << 20
     path = tmp_path / "model.safetensors"
-    weights = {f"{layer}.weight": torch.eye(size).mul_(layer + 1) for layer in range(layers)}
-    save_file(weights, path)
+    save_file({f"{layer}.weight": torch.eye(size).mul_(layer + 1) for layer in range(layers)}, path)
     dropped(path)
     found = json.loads(run_script(PEAK, path, layers, size, budget, window))
 
@@ -225,8 +223,7 @@ def test_available_memory_is_the_smaller_of_free_memory_and_the_cgroups(monkeypa
     """Ranks share the machine's, even if their cgroups are their own."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(memory, "cgroup_available", lambda **_: None)
-    free = available_bytes()
-    assert 0 < free <= psutil.virtual_memory().total
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
     monkeypatch.setattr(memory, "cgroup_available", lambda **_: 3000)
     assert 3000 == available_bytes()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -117,18 +117,18 @@ def test_ops_dunders_and_own_names_are_not_private():
     assert [] == list(private_names(ast.parse(text), {"_handle", "_x"}, of_objects() | {"_to_copy", "_handle"}))
 
 
+def imported_from(door: str) -> set[str]:
+    """The names that the package takes from one of its modules."""
+    nodes = (node for path in MODULES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    found = (node.names for node in nodes if isinstance(node, ast.ImportFrom) and node.module == door)
+    return {alias.name for names in found for alias in names}
+
+
 def test_every_name_in_the_door_has_a_user():
-    given = {
-        alias.name
-        for path in ELSEWHERE
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module == "offload.torch_api"
-        for alias in node.names
-    }
     text = DOOR.read_text(encoding="utf-8")
     made = own_names([_at_the_top(text)]) | set(re.findall(r"^ +from torch\S* import \w+ as (\w+)", text, re.MULTILINE))
 
-    assert given == {name for name in made if not is_private(name)}
+    assert imported_from("offload.torch_api") == {name for name in made if not is_private(name)}
 
 
 def _at_the_top(text: str) -> ast.Module:
@@ -242,16 +242,24 @@ def test_each_missing_private_name_of_torch_raises_a_clear_error():
         assert f"torch {' or '.join(TESTED)}" in lines[0]
 
 
+LARGE, PICKLED = "inside(lambda: torch.ones(64).exp())", "offload.load_file(folder + '/w.pt')['w']"
+ON_DISK = "offload.disk_offload(torch.nn.Linear(2, 2))"
 FEATURES = {
     "torch._C._storage_Use_Count": ("offload_activations, or a recipe,", "pack()"),
     "torch._disable_dynamo": ("offload_activations", "pack()"),
-    "torch._C._TorchDispatchModeKey": ("offloading", "large()"),
-    "torch.utils._python_dispatch.TorchDispatchMode": ("offloading", "large()"),
-    "torch.utils._python_dispatch._pop_mode_temporarily": ("offloading", "norm()"),
-    "torch._tensor._rebuild_from_type_v2": ("opening a pickled checkpoint", "pickled()"),
-    "torch._weights_only_unpickler.Unpickler": ("opening a pickled checkpoint", "pickled()"),
-    "torch.nn.utils.parametrize._maybe_set": ("moving or parametrizing a module", "parametrized()"),
-    "a variable of _apply": ("moving or parametrizing a module", "moved()"),
+    "torch._C._TorchDispatchModeKey": ("offloading", LARGE),
+    "torch.utils._python_dispatch.TorchDispatchMode": ("offloading", LARGE),
+    "torch.utils._python_dispatch._pop_mode_temporarily": (
+        "offloading",
+        "inside(lambda: torch.linalg.pinv(torch.eye(8)))",
+    ),
+    "torch._tensor._rebuild_from_type_v2": ("opening a pickled checkpoint", PICKLED),
+    "torch._weights_only_unpickler.Unpickler": ("opening a pickled checkpoint", PICKLED),
+    "torch.nn.utils.parametrize._maybe_set": (
+        "moving or parametrizing a module",
+        f"parametrize.register_parametrization({ON_DISK}, 'weight', torch.nn.Identity())",
+    ),
+    "a variable of _apply": ("moving or parametrizing a module", f"{ON_DISK}.float()"),
 }
 
 
@@ -275,26 +283,9 @@ def test_a_missing_name_of_one_feature_is_reported_when_that_is_used(tmp_path):
         with offload.training.offload_activations(min_bytes=1):
             torch.ones(8, requires_grad=True).exp().sum().backward()
 
-    def large():
+    def inside(act):
         with offload.offloading(min_bytes=1):
-            torch.ones(64).exp()
-
-    def norm():
-        with offload.offloading(min_bytes=1):
-            torch.linalg.pinv(torch.eye(8))
-
-    def pickled():
-        offload.load_file(folder + "/w.pt")["w"]
-
-    def moved():
-        module = torch.nn.Linear(2, 2)
-        offload.disk_offload(module)
-        module.float()
-
-    def parametrized():
-        module = torch.nn.Linear(2, 2)
-        offload.disk_offload(module)
-        parametrize.register_parametrization(module, "weight", torch.nn.Identity())
+            act()
 
     def use(name, act):
         global offload

@@ -69,13 +69,13 @@ def test_errors_about_a_file_show_them(case, file):
     assert is_plain(str(raised.value))
 
 
-def test_reports_and_their_log_show_them(file, caplog):
-    stored = {NAME: torch.ones(2), "weight": torch.ones(1, 2), "bias": torch.ones(1)}
-    save_file(stored, file)
+def test_reports_with_their_log_and_caches_show_them(file, caplog):
+    save_file({NAME: torch.ones(2), "weight": torch.ones(1, 2), "bias": torch.ones(1)}, file)
     report = offload.load_checkpoint_in_model(nn.Linear(2, 1, device="meta"), file)
+    with TensorCache.create(file.parent / "cache", {NAME: (torch.float32, ())}, 2) as cache:
+        texts = [str(report), repr(cache)]
 
-    assert SHOWN in str(report)
-    assert is_plain(str(report))
+    assert all(SHOWN in text and is_plain(text) for text in texts)
     assert [] == [record for record in caplog.records if not is_plain(record.getMessage())]
 
 
@@ -106,12 +106,6 @@ def test_commands_show_them(case, file, capfd, monkeypatch):
     out, err = capfd.readouterr()
     assert out or err
     assert is_plain(out + err)
-
-
-def test_a_cache_shows_them(tmp_path):
-    with TensorCache.create(tmp_path / "cache", {NAME: (torch.float32, ())}, 2) as cache:
-        assert SHOWN in repr(cache)
-        assert is_plain(repr(cache))
 
 
 def test_a_model_whose_text_has_them_does_not_move_the_cursor(capsys, monkeypatch):

@@ -3,24 +3,14 @@
 import json
 from pathlib import Path
 
-import torch
-
 from bench.memory_cap import memory_cap
 from tests.page_cache import needs_memory_cap
 from tests.processes import run_script
 
-N = 64
-X = torch.randn(2, 16, N, generator=torch.Generator().manual_seed(0))
-
-# By name: what is added to a sum `h` from rows `x`; the result must be the sum itself.
-
-
-# Memory
-
 SUMMED = """
-    import json, threading, torch
+    import json, torch
     from offload import OffloadedTensor
-    from offload.memory import anonymous_bytes
+    from tests.peak import Peak
     n = 2000  # 16 MB
     torch.set_num_threads(1)
     h, x, plain = OffloadedTensor.zeros((n, n), name="h"), torch.randn(64, n), torch.ones(n, n)
@@ -29,17 +19,9 @@ SUMMED = """
     warm.addmm_(x[:, :8].T, x[:, :8]).add_(1)
 
     def peak(act):
-        most, on, before = [0], [True], anonymous_bytes()
-        def watch():
-            while on:
-                most[0] = max(most[0], anonymous_bytes())
-        thread = threading.Thread(target=watch)
-        thread.start()
-        kept = act()
-        most.append(anonymous_bytes())
-        on.clear()
-        thread.join()
-        return max(most) - before
+        with Peak() as seen:
+            kept = act()
+        return seen.nbytes
 
     acts = dict(
         addmm_=lambda: h.addmm_(x.T, x), out=lambda: torch.addmm(h, x.T, x, out=h), add_=lambda: h.add_(plain),
@@ -58,9 +40,6 @@ def test_sums_are_updated_through_the_mapping_without_a_copy_in_memory():
 
     assert 16e6 <= found.pop("copied")
     assert [] == [(name, taken) for name, taken in found.items() if taken > 4e6]
-
-
-# Quantizing
 
 
 CAPPED = """
@@ -91,9 +70,7 @@ CAPPED = """
     expected = {layer: in_memory(layer) for layer in (0, count - 1)}
     group.join()
     hessians = [OffloadedTensor.zeros((n, n), name=f"{layer}", offload_dir=folder + "/h") for layer in range(count)]
-    weights = [
-        OffloadedTensor.from_original_tensor(weight_of(layer), f"{layer}", folder + "/w") for layer in range(count)
-    ]
+    weights = [OffloadedTensor.from_original_tensor(weight_of(one), f"{one}", folder + "/w") for one in range(count)]
     for number in range(2):
         for layer, hessian in enumerate(hessians):
             hessian.addmm_(batch(number, layer).T, batch(number, layer), alpha=2)

@@ -48,7 +48,6 @@ def plain() -> Small:
 
 @pytest.fixture
 def on_disk(plain: Small) -> Small:
-    """A copy of `plain` with all tensors offloaded."""
     return offload.disk_offload(copy.deepcopy(plain), offload_buffers=True)
 
 
@@ -66,7 +65,6 @@ def test_a_compiled_module_gives_what_it_gives_on_plain_tensors(backend: str, pl
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_gradients_are_those_of_plain_tensors(backend: str, plain: Small, on_disk: Small) -> None:
-    """For trainable offloaded parameters and for the input."""
     x = torch.randn(2, 6, requires_grad=True)
     grads = []
     for module in (plain, on_disk):
@@ -188,7 +186,6 @@ def test_compiled_code_takes_many_tensors_of_each_form(backend: str, kind: str, 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_view_made_in_compiled_code_comes_out_right(backend: str) -> None:
-    """Whatever its base, it has the right value."""
     w = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
     view, total = torch.compile(lambda t: (t.t()[1:], t.sum()), backend=backend)(w)
 

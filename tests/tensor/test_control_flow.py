@@ -86,7 +86,6 @@ def _both(case: Case) -> tuple[Holder, Holder]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_functions_of_functions_compute_with_weights_on_disk(case: str, way: str) -> None:
-    """Whichever branch is taken."""
     x = torch.randn(4, 4).abs()
     plain, stored = _both(CASES[case])
 

@@ -98,7 +98,6 @@ def test_a_grouped_product_without_rows_is_empty(cold: OffloadedTensor, dtype: t
 def test_only_chosen_experts_are_sent_to_another_device(
     plain: torch.Tensor, rows: torch.Tensor, transposed: bool
 ) -> None:
-    """As on an accelerator, with a function that counts bytes instead of copying."""
     matrices = plain.transpose(-2, -1) if transposed else plain.transpose(-2, -1).contiguous()
     groups = torch.tensor([1, 3])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,9 +69,8 @@ def activations(layer: nn.Linear, rows: int = 1) -> torch.Tensor:
 @pytest.fixture
 def layer(tmp_path: Path) -> Iterator[nn.Linear]:
     """One whose product is ready."""
-    model = loaded("gguf-q8_0", tmp_path)
     with torch.no_grad():
-        yield next(multiplied_layers(model))
+        yield next(multiplied_layers(loaded("gguf-q8_0", tmp_path)))
 
 
 @pytest.fixture
@@ -101,21 +100,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ways.extend(["bound"] if found is not None else [])
         return found
 
-    def not_bound(*args: Any) -> Any:
-        ways.append("anew")
-        return other(*args)
-
     monkeypatch.setattr(BoundWeight, "multiply", way)
-    monkeypatch.setattr(products, "_product_with_rows", not_bound)
+    monkeypatch.setattr(products, "_product_with_rows", lambda *args: (ways.append("anew"), other(*args))[1])
     return ways
 
 
 @pytest.mark.parametrize("form", [name for name in BOUND if name in FORMS])
 def test_a_bound_product_has_the_bits_of_another_one(form: str, tmp_path: Path, calls: list[str]) -> None:
+    """And all that its weight is made of is watched, also scales that are computed, and kept."""
     layers = list(multiplied_layers(loaded(form, tmp_path)))
     assert len(layers) > 3
 
     for layer in layers:
+        assert {*stored_in([handle_of(layer.weight)])} == {handle for handle, *_ in layer.weight._bound._watched}
         bias = activations(nn.Linear(layer.out_features, 1))[0].to(layer.weight.dtype)
         for given in (activations(layer), activations(layer, 3), activations(layer, 4).view(2, 2, -1)):
             for added in (None, bias):
@@ -126,15 +123,6 @@ def test_a_bound_product_has_the_bits_of_another_one(form: str, tmp_path: Path, 
                     expected = unbound(given, layer.weight, added)
                     F.linear(given, layer.weight)
                 assert torch.equal(expected, found)
-
-
-@pytest.mark.parametrize("form", [name for name in BOUND if name in FORMS])
-def test_all_that_a_weight_is_made_of_is_watched(form: str, tmp_path: Path) -> None:
-    """Also scales that are computed, and kept."""
-    for layer in multiplied_layers(loaded(form, tmp_path)):
-        watched = {handle for handle, *_ in layer.weight._bound._watched}
-
-        assert set(stored_in([handle_of(layer.weight)])) == watched
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -152,34 +140,6 @@ def test_a_bias_of_another_kind_is_treated_as_without_a_bound_product(
             F.linear(x, weight, None, None)
 
     assert "bound" not in calls
-
-
-def new_value(weight: OffloadedTensor) -> None:
-    weight.update_values(torch.ones_like(weight))
-
-
-def written(weight: OffloadedTensor) -> None:
-    weight.mul_(2)
-
-
-def part_written(weight: OffloadedTensor) -> None:
-    weight.view(-1)[0] = 3
-
-
-def assigned(weight: OffloadedTensor) -> None:
-    weight.data = torch.zeros_like(weight)
-
-
-def given_another_packed_one(weight: OffloadedTensor) -> None:
-    weight.data = weight.t()
-
-
-def turned(weight: OffloadedTensor) -> None:
-    weight.t_()
-
-
-def made_exact(weight: OffloadedTensor) -> None:
-    compute_exactly(handle_of(weight))
 
 
 def test_a_piece_that_has_another_source_is_noticed(weight: OffloadedTensor, x: torch.Tensor) -> None:
@@ -299,9 +259,8 @@ def test_swapped_tensors_have_the_products_of_their_values(weight: OffloadedTens
 @pytest.fixture
 def table(tmp_path: Path) -> Iterator[OffloadedTensor]:
     """An embedding that is bound."""
-    model = loaded("gguf-q8_0", tmp_path)
     with torch.no_grad():
-        table = model.get_input_embeddings().weight  # type: ignore[operator]
+        table = loaded("gguf-q8_0", tmp_path).get_input_embeddings().weight  # type: ignore[operator]
         F.embedding(torch.tensor([0]), table)
         assert table._bound.product is not None
         yield table
@@ -392,11 +351,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def scaled_of(file: Path, dtype: torch.dtype = torch.bfloat16) -> Scaled:
+    return offload.load_checkpoint_and_dispatch(Scaled().to(dtype), file, device_map="disk", dtype=dtype)
+
+
 @pytest.fixture
 def scaled(file: Path) -> Scaled:
-    scaled = Scaled()
-    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
-    return scaled
+    return scaled_of(file)
 
 
 @pytest.fixture
@@ -408,14 +369,8 @@ def norm(scaled: Scaled) -> OffloadedTensor:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of pieces that values are computed from, each time."""
-    names: list[str] = []
-    put = recipes.Piece.put
-
-    def counted(self: Any, place: torch.Tensor, view_spec: torch.Tensor) -> None:
-        names.append(self.handle.name)
-        put(self, place, view_spec)
-
-    monkeypatch.setattr(recipes.Piece, "put", counted)
+    names, put = [], Piece.put
+    monkeypatch.setattr(Piece, "put", lambda piece, *given: (names.append(piece.handle.name), put(piece, *given)))
     return names
 
 
@@ -440,7 +395,7 @@ def test_a_large_value_is_computed_at_each_use(scaled: Scaled, computed: list[st
 
 
 @pytest.mark.parametrize("is_owned", [True, False])
-def test_a_write_to_a_source_is_seen(file: Path, tmp_path: Path, is_owned: bool) -> None:
+def test_a_write_to_a_source_is_seen(file: Path, is_owned: bool) -> None:
     """Recipes of checkpoints have sources of their own; of others, this one's are not kept, or followed."""
     w = OffloadedTensor.from_file(file, "norm")
     if is_owned:
@@ -455,9 +410,7 @@ def test_a_write_to_a_source_is_seen(file: Path, tmp_path: Path, is_owned: bool)
 
 
 def test_an_array_of_a_small_value_can_not_be_written_to(file: Path) -> None:
-    scaled = Scaled().half()
-    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.float16)
-    array = scaled.norm.numpy()
+    array = scaled_of(file, torch.float16).norm.numpy()
 
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
@@ -482,10 +435,10 @@ def test_results_do_not_share_the_memory_of_a_small_value(norm: OffloadedTensor)
 def test_small_values_take_a_bounded_amount_of_memory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small.SMALL_VALUES.release()
     monkeypatch.setattr(small, "_ALL", 10 * 2 * WIDTH)
-    layers = [Scaled() for _ in range(30)]
-    for scaled in layers:
-        offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
-        _ = scaled.norm + 1
+    layers: list[Scaled] = []
+    for _ in range(30):
+        layers.append(scaled_of(file))
+        _ = layers[-1].norm + 1
 
         assert small.SMALL_VALUES.nbytes() <= 10 * 2 * WIDTH
 
@@ -494,8 +447,7 @@ def test_small_values_take_a_bounded_amount_of_memory(file: Path, monkeypatch: p
 
 def test_memory_of_a_small_value_goes_with_its_tensor(file: Path) -> None:
     small.SMALL_VALUES.release()
-    scaled = Scaled()
-    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
+    scaled = scaled_of(file)
     _ = scaled.norm + 1
     assert 2 * WIDTH == small.SMALL_VALUES.nbytes()
     del scaled
@@ -537,11 +489,20 @@ def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
         yield made
 
 
-@pytest.mark.parametrize(
-    "change", [new_value, written, part_written, assigned, given_another_packed_one, turned, made_exact]
-)
-def test_another_value_is_seen_by_the_next_use(kept: Kept, change: Callable[[Any], None]) -> None:
-    change(kept.tensor)
+CHANGES: dict[str, Callable[[OffloadedTensor], object]] = {
+    "another value": lambda one: one.update_values(torch.ones_like(one)),
+    "written": lambda one: one.mul_(2),
+    "a part written": lambda one: one.view(-1)[0].fill_(3),
+    "other data": lambda one: setattr(one, "data", torch.zeros_like(one)),
+    "other packed data": lambda one: setattr(one, "data", one.t()),
+    "turned": torch.Tensor.t_,
+    "exact": lambda one: compute_exactly(handle_of(one)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_value_is_seen_by_the_next_use(kept: Kept, change: str) -> None:
+    CHANGES[change](kept.tensor)
 
     assert torch.equal(kept.use(kept.tensor.materialize()), kept.use(kept.tensor))
 
@@ -612,14 +573,12 @@ def test_threads_see_the_old_value_or_the_new_one(kept: Kept) -> None:
                 found = use(tensor)
                 wrong.extend([] if any(torch.equal(found, one) for one in values) else [found])
 
-    threads = [threading.Thread(target=act) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for new in news:
-        small.SMALL_VALUES.release()
-        tensor.update_values(new)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(act) for _ in range(3)]
+        for new in news:
+            small.SMALL_VALUES.release()
+            tensor.update_values(new)
+        assert all(one.result() is None for one in running)
 
     assert not wrong
     assert torch.equal(values[-1], use(tensor))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,12 +59,7 @@ def parameters_on_disk(module: nn.Module) -> bool:
 
 @pytest.mark.parametrize(
     "convert",
-    [
-        lambda m: m.half(),
-        lambda m: m.double(),
-        lambda m: m.to(torch.bfloat16),
-        lambda m: m.to("cpu", torch.float64),
-    ],
+    [lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.float64)],
 )
 def test_a_conversion_of_a_module_leaves_it_on_disk(convert: Any, plain: Model, on_disk: Model) -> None:
     """With its values, ties, and parameters that are the same objects."""
@@ -142,11 +139,10 @@ def test_a_module_goes_to_meta(plain: Model, on_disk: Model) -> None:
     assert not any(tensor.is_meta for tensor in on_disk.to_empty(device="cpu").state_dict().values())
 
 
-# State
+# State and optimizers
 
 
 def test_a_state_dict_reads_nothing(on_disk: Model) -> None:
-    """Its tensors are on disk, and detached."""
     state = on_disk.state_dict()
 
     assert all(offload.is_offloaded(tensor) and not tensor.requires_grad for tensor in state.values())
@@ -182,19 +178,8 @@ def test_loading_a_state_with_assign_takes_the_tensors(plain: Model) -> None:
     assert model.layer.weight.requires_grad
 
 
-def test_deepcopy_of_a_module_keeps_its_ties(plain: Model, on_disk: Model) -> None:
-    """On disk, with files of its own."""
-    copied = copy.deepcopy(on_disk)
-    with torch.no_grad():
-        on_disk.embed.weight.zero_()
-
-    assert parameters_on_disk(copied)
-    assert copied.embed.weight is copied.head.weight
-    assert_equal(plain, copied)
-
-
-def test_swap_tensors_exchanges_parameters(plain: Model) -> None:
-    """`swap_tensors`, which some loaders and `module.to` use, swaps values, names and files."""
+def test_swap_tensors_exchanges_parameters() -> None:
+    """Some loaders and `module.to` use it."""
     a = nn.Parameter(OffloadedTensor.from_original_tensor(torch.ones(2), "a"))
     b = nn.Parameter(torch.zeros(3), requires_grad=False)
     torch.utils.swap_tensors(a, b)
@@ -202,16 +187,11 @@ def test_swap_tensors_exchanges_parameters(plain: Model) -> None:
     assert ([0.0] * 3, [1.0] * 2) == (a.tolist(), b.tolist())
     assert (False, True) == (offload.is_offloaded(a), offload.is_offloaded(b))
     assert (False, True) == (a.requires_grad, b.requires_grad)
-    assert isinstance(a, nn.Parameter)
-    assert isinstance(b, nn.Parameter)
-
-
-# Optimizers
+    assert all(isinstance(one, nn.Parameter) for one in (a, b))
 
 
 @pytest.mark.parametrize("fused", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_fused_optimizer_writes_through(fused: Any, plain: Model, on_disk: Model) -> None:
-    """One kernel for all parameters."""
     for model in (plain, on_disk):
         F.cross_entropy(model(TOKENS), TOKENS).backward()
         fused(model.parameters(), lr=0.1, fused=True).step()
@@ -222,44 +202,43 @@ def test_a_fused_optimizer_writes_through(fused: Any, plain: Model, on_disk: Mod
 # Ways to run a module
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool, plain: Model, on_disk: Model) -> None:
-    """Recomputed in backward from the same files."""
-    grads = []
-    for model in (plain, on_disk):
-        model.norm.eval()
-        x = torch.ones(4, 8, requires_grad=True)
-        checkpoint(lambda t, m=model: m.norm(m.layer(t)), x, use_reentrant=reentrant).square().sum().backward()
-        grads.append((x.grad, model.layer.weight.grad))
-
-    for expected, actual in zip(*grads, strict=True):
-        assert_equal(expected, actual)
+def _checkpointed(model: Model, x: torch.Tensor, *, use_reentrant: bool) -> torch.Tensor:
+    return checkpoint(lambda t: model.norm(model.layer(t)), x, use_reentrant=use_reentrant)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_as_in_memory(dtype: torch.dtype, plain: Model, on_disk: Model) -> None:
+def _cast(model: Model, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Weights are cast for the op; what is stored stays as it is."""
-    results = []
-    for model in (plain, on_disk):
-        with torch.autocast("cpu", dtype=dtype):
-            result = model.layer(torch.ones(2, 8))
-        result.float().sum().backward()
-        results.append((result, model.layer.weight.grad))
+    with torch.autocast("cpu", dtype=dtype):
+        return model.layer(x)
 
-    for expected, actual in zip(*results, strict=True):
-        assert dtype == results[0][0].dtype
+
+WAYS: dict[str, Callable[[Model, torch.Tensor], torch.Tensor]] = {
+    "checkpointed": partial(_checkpointed, use_reentrant=False),
+    "checkpointed, reentrant": partial(_checkpointed, use_reentrant=True),
+    "bfloat16": partial(_cast, dtype=torch.bfloat16),
+    "float16": partial(_cast, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_to_run_a_module_gives_the_results_and_gradients_of_memory(
+    way: str, plain: Model, on_disk: Model
+) -> None:
+    found = []
+    for model in (plain, on_disk):
+        x = torch.ones(4, 8, requires_grad=True)
+        result = WAYS[way](model.eval(), x)
+        result.float().square().sum().backward()
+        found.append((result.detach(), x.grad, model.layer.weight.grad))
+
+    for expected, actual in zip(*found, strict=True):
         assert_equal(expected, actual)
     assert torch.float32 == on_disk.layer.weight.dtype
 
 
-def _unparametrized(layer: nn.Module) -> None:
+def _unparametrized(layer: nn.Module, **options: Any) -> None:
     parametrize.register_parametrization(layer, "weight", _Doubled())
-    parametrize.remove_parametrizations(layer, "weight")
-
-
-def _restored(layer: nn.Module) -> None:
-    parametrize.register_parametrization(layer, "weight", _Doubled())
-    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+    parametrize.remove_parametrizations(layer, "weight", **options)
 
 
 def _pruned(layer: nn.Module) -> None:
@@ -272,7 +251,7 @@ def _pruned(layer: nn.Module) -> None:
     [
         lambda layer: parametrize.register_parametrization(layer, "weight", _Doubled()),
         _unparametrized,
-        _restored,
+        partial(_unparametrized, leave_parametrized=False),
         _pruned,
         lambda layer: nn.utils.parametrizations.spectral_norm(layer),
         lambda layer: nn.utils.spectral_norm(layer),
@@ -280,7 +259,6 @@ def _pruned(layer: nn.Module) -> None:
     ids=["parametrized", "unparametrized", "restored", "pruned", "spectral norm", "old spectral norm"],
 )
 def test_a_parametrized_weight_stays_on_disk(change: Any) -> None:
-    """Even after the parametrization is removed."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     layers[1].load_state_dict(layers[0].state_dict())

@@ -1,4 +1,7 @@
-"""Values on disk whose ops compute on an accelerator: what stays there, what is sent ahead, and what is waited for."""
+"""Values on disk whose ops compute on an accelerator: what stays there, what is sent ahead, and what is waited for.
+
+Each test runs in a child of its own: what it replaces needs not be put back.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from offload.checkpoints.forms.formats import unpacked
 from offload.cli.main import parser
 from offload.cli.models import loaded_model
 from offload.errors import ArgumentError, ChangedFileError
+from offload.planning import estimate
 from offload.planning.machine import Computing, diagnose
 from offload.prefetch import copies, plan, room, staging
 from offload.prefetch.copies import retry_on_oom
@@ -118,7 +123,7 @@ def test_a_module_moves_with_its_weights_on_disk(device: torch.device, folder: P
 
 
 @on_the_device
-def test_a_tensor_is_made_for_a_device_and_sent_there_by_an_op(device: torch.device, folder: Path) -> None:
+def test_a_tensor_is_made_for_a_device_and_sent_there_by_an_op(device: torch.device) -> None:
     made: list[OffloadedTensor] = []
     make = lambda: made.append(OffloadedTensor.full((6, 8), 5.0, name="w", device="delayed"))  # noqa: E731
 
@@ -141,16 +146,13 @@ PICKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("pick", PICKS)
 @on_the_device
-def test_picked_rows_are_sent_alone(device: torch.device, folder: Path, pick: str) -> None:
+def test_picked_rows_are_sent_alone(folder: Path, pick: str) -> None:
     """They are picked where the file is; the table is not sent."""
     values, found = torch.randn(6, 8), []
-    table = on_disk(folder, "table", values)
+    table, expected = on_disk(folder, "table", values), PICKS[pick](values)
 
-    sent = crossing(lambda: found.append(PICKS[pick](table)))
-
-    expected = PICKS[pick](values)
+    assert expected.nbytes == crossing(lambda: found.append(PICKS[pick](table)))
     assert torch.equal(expected, found[0].cpu())
-    assert expected.nbytes == sent
 
 
 @on_the_device
@@ -181,7 +183,7 @@ def test_a_pass_sends_what_does_not_stay_and_memory_is_within_budget_and_what_is
 @on_the_device
 def test_the_next_pieces_are_on_their_way_while_an_op_computes(device: torch.device, folder: Path) -> None:
     """The copy stream goes on while the op's stream stands still, and the thread that issues them waits for neither."""
-    weights = [on_disk(folder, f"w{number}", torch.full((1 << 18,), float(number))) for number in range(2)]
+    weights, values = squares(folder, 2)
     outs = [torch.zeros(1 << 18, device=device) for _ in weights]
     torch.accelerator.synchronize()
     guest_of(weights[0])  # there is a copy stream
@@ -196,11 +198,11 @@ def test_the_next_pieces_are_on_their_way_while_an_op_computes(device: torch.dev
     send_on()
     delayed.side_of(device).synchronize()  # it ends
     go_on()
-    assert all(out.cpu().eq(number).all() for number, out in enumerate(outs))
+    assert all(torch.equal(value, out.cpu()) for value, out in zip(values, outs, strict=True))
 
 
 @on_the_device
-def test_experts_that_are_on_the_device_cost_no_byte(device: torch.device, folder: Path) -> None:
+def test_experts_that_are_on_the_device_cost_no_byte(folder: Path) -> None:
     """Of a stack, those that were picked stay one by one."""
     delayed.ops.late(50)
     stack = torch.randn(8, 256, 512)
@@ -220,7 +222,7 @@ def test_experts_that_are_on_the_device_cost_no_byte(device: torch.device, folde
 
 
 @on_the_device
-def test_a_value_that_is_larger_than_the_device_is_an_error(device: torch.device, folder: Path) -> None:
+def test_a_value_that_is_larger_than_the_device_is_an_error(folder: Path) -> None:
     weight = on_disk(folder, "w", torch.ones(1 << 20))
     delayed.ops.limit(2 * MIB)
 
@@ -230,10 +232,9 @@ def test_a_value_that_is_larger_than_the_device_is_an_error(device: torch.device
 
 @on_the_device
 def test_an_op_that_never_fits_is_an_error_though_values_are_sent_ahead_of_it(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path
 ) -> None:
-    weights = [on_disk(folder, f"w{number}", torch.ones(1 << 18)) for number in range(4)]
-    calls = []
+    weights, calls = squares(folder, 4)[0], []
 
     def act() -> torch.Tensor:
         calls.append(guest_of(weights[0]))
@@ -249,9 +250,7 @@ def test_an_op_that_never_fits_is_an_error_though_values_are_sent_ahead_of_it(
 
 
 @on_the_device
-def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(device: torch.device, folder: Path) -> None:
     weight, send = on_disk(folder, "w", torch.ones(1 << 18)), copies.send_bytes
 
     def send_slowly(values: torch.Tensor, target: torch.device) -> Sent:
@@ -261,7 +260,7 @@ def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(
             leaving.extend(pool.reconsider(anew=True))
         return send(values, target)
 
-    monkeypatch.setattr(copies, "send_bytes", send_slowly)
+    copies.send_bytes = send_slowly
     with offload.set_max_memory({"delayed:0": 4 * MIB}):
         assert guest_of(weight).cpu().eq(1).all()
         stays = sum(copy.cached_bytes() for copy in page_state_of(handle_of(weight)).copies.values())
@@ -286,7 +285,7 @@ def test_a_command_takes_a_budget_for_the_device(device: torch.device, folder: P
 
 
 @on_the_device
-def test_a_changed_file_is_an_error_though_its_value_stays(device: torch.device, folder: Path) -> None:
+def test_a_changed_file_is_an_error_though_its_value_stays(folder: Path) -> None:
     weight = on_disk(folder, "w", torch.zeros(1 << 18))
     with offload.set_max_memory({"delayed:0": 4 * MIB}):
         assert MIB == crossing(lambda: guest_of(weight))
@@ -299,13 +298,11 @@ def test_a_changed_file_is_an_error_though_its_value_stays(device: torch.device,
 
 
 @on_the_device
-def test_a_fraction_of_a_device_that_tells_nothing_is_an_error(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fraction_of_a_device_that_tells_nothing_is_an_error() -> None:
     def tells_nothing(_: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", tells_nothing)
+    torch.accelerator.get_memory_info = tells_nothing
 
     with pytest.raises(ArgumentError, match="delayed:0 tells of no free memory"):
         offload.set_max_memory({0: 0.5})
@@ -331,15 +328,11 @@ def used(weights: list[OffloadedTensor], values: list[torch.Tensor]) -> int:
     return crossing(use) // MIB
 
 
-@contextmanager
-def ticking() -> Iterator[Callable[[float], None]]:
-    """Time stands still, and passes when the function that this yields says so."""
-    now, moved = clock.now, [clock.now()]
+def stop_the_clock() -> Callable[[float], None]:
+    """From now on time passes when the returned function says so."""
+    moved = [clock.now()]
     clock.now = lambda: moved[-1]
-    try:
-        yield lambda seconds: moved.append(moved[-1] + seconds)
-    finally:
-        clock.now = now
+    return lambda seconds: moved.append(moved[-1] + seconds)
 
 
 def on_the_delayed(what: str) -> int:
@@ -349,9 +342,7 @@ def on_the_delayed(what: str) -> int:
 
 @pytest.mark.parametrize(("free", "sent"), [(20, 0), (9, 1), (5, 5), (1, 9)])
 @on_the_device
-def test_a_device_fills_itself_to_the_limit_and_not_beyond(
-    device: torch.device, folder: Path, free: int, sent: int
-) -> None:
+def test_a_device_fills_itself_to_the_limit_and_not_beyond(folder: Path, free: int, sent: int) -> None:
     """Of ten weights those stay that there is room for; the others cross at each pass."""
     weights, values = squares(folder, 10)
     delayed.filled_up_to(free * MIB)
@@ -365,22 +356,19 @@ def test_a_device_fills_itself_to_the_limit_and_not_beyond(
 def test_a_device_gives_half_back_to_others_for_a_while(device: torch.device, folder: Path, asked: int) -> None:
     weights, values = squares(folder, 10)
     delayed.filled_up_to(10 * MIB)
-    with ticking() as pass_seconds:
-        before = [used(weights, values) for _ in range(2)]
-        theirs = []
-        with suppress(torch.OutOfMemoryError):
-            theirs.append(torch.empty(asked * MIB, dtype=torch.uint8, device=device))
-        pass_seconds(0.2)
-        used(weights, values)
-        meanwhile = on_the_delayed("do")
-        assert (asked > 8) == (theirs == [])
-        theirs.clear()
-        pass_seconds(60)
-        used(weights, values)
+    pass_seconds, theirs = stop_the_clock(), []
+    assert [10, 0] == [used(weights, values) for _ in range(2)]
 
-        assert [10, 0] == before
-        assert 5 == meanwhile
-        assert 0 == used(weights, values)
+    with suppress(torch.OutOfMemoryError):
+        theirs.append(torch.empty(asked * MIB, dtype=torch.uint8, device=device))
+    pass_seconds(0.2)
+    used(weights, values)
+    assert 5 == on_the_delayed("do")
+    assert (asked > 8) == (theirs == [])
+    theirs.clear()
+    pass_seconds(60)
+    used(weights, values)
+    assert 0 == used(weights, values)
 
 
 @on_the_device
@@ -406,7 +394,8 @@ def test_a_bundle_without_room_is_sent_one_by_one_and_nothing_else_is_dropped_fo
     staging._SLOT = 4 * MIB
     weights, values = squares(folder, 10)
     delayed.ops.limit(delayed.ops.allocated() + 5 * MIB + 3 * MIB)
-    with ticking() as pass_seconds, offload.set_max_memory({"delayed:0": 5 * MIB}):
+    pass_seconds = stop_the_clock()
+    with offload.set_max_memory({"delayed:0": 5 * MIB}):
         for _ in range(4):
             assert used(weights, values) >= 5
             pass_seconds(1)
@@ -416,7 +405,7 @@ def test_a_bundle_without_room_is_sent_one_by_one_and_nothing_else_is_dropped_fo
 
 
 @on_the_device
-def test_two_models_share_what_a_device_has_room_for(device: torch.device, folder: Path) -> None:
+def test_two_models_share_what_a_device_has_room_for(folder: Path) -> None:
     """Whatever their budgets in main memory."""
     (weights, values), (others, theirs) = squares(folder, 6), squares(folder, 6, "v")
     page_state_of(handle_of(others[0])).pool = own = Pool(8 * MIB)
@@ -429,12 +418,10 @@ def test_two_models_share_what_a_device_has_room_for(device: torch.device, folde
 
 
 @on_the_device
-def test_an_integrated_device_holds_nothing_twice(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_integrated_device_holds_nothing_twice(folder: Path) -> None:
     weights, values = squares(folder, 2)
     delayed.filled_up_to(4 * MIB)
-    monkeypatch.setattr(copies, "is_integrated", lambda _: True)
+    copies.is_integrated = lambda _: True
     os.sync()  # pages that are not written yet can't be dropped
 
     assert [2, 0] == [used(weights, values) for _ in range(2)]
@@ -442,12 +429,10 @@ def test_an_integrated_device_holds_nothing_twice(
 
 
 @on_the_device
-def test_the_keys_and_values_of_a_context_have_room_on_a_device(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_keys_and_values_of_a_context_have_room_on_a_device(device: torch.device, folder: Path) -> None:
     """Of 4,096 tokens; `plan` and `doctor` say the same."""
     delayed.ops.late(20)
-    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda *_: Computing(1e9, 1e9, 1e9, 0.0, 1e9))
+    estimate.computing_rates = lambda *_: Computing(1e9, 1e9, 1e9, 0.0, 1e9)
     FORMS["llama"].write(folder)
     delayed.filled_up_to(256 * MIB)
     model = offload.from_pretrained(folder, device_map="disk:delayed:0")
@@ -498,12 +483,6 @@ def test_the_contexts_of_several_answers_at_a_time_add_up_on_a_device(
 # In bundles
 
 
-def copies_of(act: Callable[[], object]) -> tuple[int, int]:
-    """How many bytes an action sends, and in how many copies."""
-    before = delayed.ops.copies()
-    return crossing(act), delayed.ops.copies() - before
-
-
 @pytest.mark.parametrize(("stays", "sent"), [(0, 4), (LAYERS // 2, 2), (LAYERS, 0)])
 @on_the_device
 def test_values_that_stream_cross_in_one_copy_per_block(
@@ -521,24 +500,25 @@ def test_values_that_stream_cross_in_one_copy_per_block(
     with offload.set_max_memory({"delayed:0": stays * (MIB + 1024)}):
         for _ in range(3):
             run()
-        nbytes, count = copies_of(run)
+        before = delayed.ops.copies()
+        nbytes = crossing(run)
 
-    assert sent == count
+    assert sent == delayed.ops.copies() - before
     assert 2 * sent * MIB <= nbytes <= 1.02 * 2 * sent * MIB
 
 
 @pytest.mark.parametrize("is_short", [False, True])
 @on_the_device
 def test_a_bundle_stays_in_pinned_memory_while_there_is_enough(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+    device: torch.device, folder: Path, is_short: bool
 ) -> None:
-    monkeypatch.setattr(staging, "available_bytes", lambda: (4 if is_short else 64) * MIB)
+    staging.available_bytes = lambda: (4 if is_short else 64) * MIB
     weights, values = squares(folder, 4)
     with offload.set_max_memory({"delayed:0": 0}):
         for _ in range(3):
             used(weights, values)
         arrived: list[object] = []
-        monkeypatch.setattr(copies, "arrive", arrived.append)
+        copies.arrive = arrived.append
 
         assert 4 == used(weights, values)
         assert (4 if is_short else 0) == len(arrived)
@@ -546,9 +526,7 @@ def test_a_bundle_stays_in_pinned_memory_while_there_is_enough(
 
 
 @on_the_device
-def test_pinned_memory_is_sent_only_once_it_is_filled(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_memory_is_sent_only_once_it_is_filled(folder: Path) -> None:
     """Another thread that sends the same bundle, at the worst moment."""
     weights, values = squares(folder, 2)
     send_many, again = staging.Staging.send_many, []
@@ -561,7 +539,7 @@ def test_pinned_memory_is_sent_only_once_it_is_filled(
             thread.join()
         return send_many(self, pinned, stored, spans)
 
-    monkeypatch.setattr(staging.Staging, "send_many", send_late)
+    staging.Staging.send_many = send_late
     with offload.set_max_memory({"delayed:0": 0}):
         for _ in range(4):
             used(weights, values)
@@ -570,7 +548,7 @@ def test_pinned_memory_is_sent_only_once_it_is_filled(
 
 
 @on_the_device
-def test_values_that_were_sent_in_vain_are_dropped(device: torch.device, folder: Path) -> None:
+def test_values_that_were_sent_in_vain_are_dropped(folder: Path) -> None:
     """The values of a first order, which then changes again and again."""
     delayed.ops.late(20)
     staging._SLOT = 4 * MIB
@@ -592,10 +570,8 @@ def products_of(weights: list[OffloadedTensor], x: torch.Tensor) -> list[torch.T
 
 @pytest.mark.fused
 @on_the_device
-def test_a_product_is_computed_where_its_weight_lies_if_that_wins(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hybrid, "_wins", lambda here, *_: here() is not None)
+def test_a_product_is_computed_where_its_weight_lies_if_that_wins(device: torch.device, folder: Path) -> None:
+    hybrid._wins = lambda here, *_: here() is not None
     delayed.ops.late(20)
     weights = packed_layers(folder, device)
     x = torch.randn(8, SIDE)
@@ -615,19 +591,17 @@ def test_a_product_is_computed_where_its_weight_lies_if_that_wins(
         assert LAYERS * MIB <= crossing(lambda: products_of(weights, more))
         with offload.exact():
             assert LAYERS * MIB <= crossing(lambda: products_of(weights, there))
-        monkeypatch.setenv("OFFLOAD_HYBRID", "off")
+        os.environ["OFFLOAD_HYBRID"] = "off"
         assert LAYERS * MIB <= crossing(lambda: products_of(weights, there))
 
 
 @pytest.mark.fused
 @pytest.mark.parametrize("name", ["fp8-mixtral", "mxfp4-gpt_oss", "ct-nvfp4a16", "gptq", "gguf-q4_k"])
 @on_the_device
-def test_products_of_packed_forms_are_as_exact_where_they_lie(
-    device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_packed_forms_are_as_exact_where_they_lie(device: torch.device, folder: Path, name: str) -> None:
     """Of dense layers and of experts, alone and in batches: weights, product and sum are rounded."""
-    monkeypatch.setattr(hybrid, "_wins", lambda here, *_: here() is not None)
-    monkeypatch.setattr(products, "streams_to", lambda *_: True)  # though they are small
+    hybrid._wins = lambda here, *_: here() is not None
+    products.streams_to = lambda *_: True  # though they are small
     delayed.ops.late(20)
     FORMS[name].write(folder)
     model = offload.from_pretrained(folder, device_map="disk:delayed:0", **FORMS[name].options)
@@ -650,10 +624,14 @@ def test_products_of_packed_forms_are_as_exact_where_they_lie(
 # Experts, here and there
 
 
+ROUTED = torch.tensor([[0, 5], [1, 6], [7, 2], [3, 4]])
+
+
 class Experts:
     """Of a layer: eight of 384 KiB, dense, on disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.given = torch.randn(4, 256).to(device), ROUTED.to(device), torch.rand(4, 2).to(device)
         self.up, self.down = torch.randn(8, 256, 256), torch.randn(8, 256, 128)
         self.stored = [on_disk(folder, "up", self.up), on_disk(folder, "down", self.down)]
         self.between = Between(self, self.gate, is_silu=True)
@@ -681,40 +659,37 @@ class Experts:
         return bool(((found.cpu() - true).abs() <= 1e-5 * true.abs().max()).all())
 
 
-ROUTED = torch.tensor([[0, 5], [1, 6], [7, 2], [3, 4]])
-
-
 @pytest.mark.fused
 @on_the_device
 def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_the_others(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path
 ) -> None:
     tried: list[int] = []
-    monkeypatch.setattr(hybrid, "_wins", lambda *_: tried.append(1) is None)
-    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    hybrid._wins = lambda *_: tried.append(1) is None
+    experts, results = Experts(folder, device), []
+    x, picks, weights = experts.given
     result = acts.Act.result
-    monkeypatch.setattr(acts.Act, "result", lambda act: [experts.order.append(CPU), result(act)][1])
-    given, results = (x, ROUTED.to(device), weights), []
+    acts.Act.result = lambda act: [experts.order.append(CPU), result(act)][1]
     with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
-        assert experts.sums(*given) is None  # their budget knows them once they were sent
+        assert experts.sums(*experts.given) is None  # their budget knows them once they were sent
         for _ in range(4):
             experts.use(0, 1, 2, 3)
         experts.use(4, 5, 6, 7)
-        experts.sums(*given)
+        experts.sums(*experts.given)
         experts.order.clear()
 
-        sent = crossing(lambda: results.append(experts.sums(*given)))
-        alone = experts.sums(x[1:2], ROUTED[1:2].to(device), weights[1:2])
-        many = experts.sums(x.repeat(3, 1), ROUTED.repeat(3, 1).to(device), weights.repeat(3, 1))
+        sent = crossing(lambda: results.append(experts.sums(*experts.given)))
+        alone = experts.sums(x[1:2], picks[1:2], weights[1:2])
+        many = experts.sums(*(one.repeat(3, 1) for one in experts.given))
         with offload.exact():
-            exact = experts.sums(*given)
-        monkeypatch.setenv("OFFLOAD_HYBRID", "off")
-        switched_off = experts.sums(*given)
+            exact = experts.sums(*experts.given)
+        os.environ["OFFLOAD_HYBRID"] = "off"
+        switched_off = experts.sums(*experts.given)
 
     assert [*[device] * 4, CPU] == experts.order[:5]
     assert sent < 64 << 10
-    assert experts.are_right(results[0], x, ROUTED, weights)
-    assert experts.are_right(alone, x[1:2], ROUTED[1:2], weights[1:2])
+    assert experts.are_right(results[0], *experts.given)
+    assert experts.are_right(alone, x[1:2], picks[1:2], weights[1:2])
     assert [None] * 3 == [many, exact, switched_off]
     assert [1, 1] == tried
 
@@ -722,9 +697,7 @@ def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_t
 @pytest.mark.fused
 @pytest.mark.parametrize("seconds", [1.0, 0.1])
 @on_the_device
-def test_experts_are_sent_if_that_is_faster(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
+def test_experts_are_sent_if_that_is_faster(device: torch.device, folder: Path, seconds: float) -> None:
     """Both ways are timed once: to compute them here, in so many seconds, or to send them in half a second."""
     timed: list[Any] = []
 
@@ -732,16 +705,15 @@ def test_experts_are_sent_if_that_is_faster(
         timed.append(act())
         return seconds if len(timed) == 1 else 0.5
 
-    monkeypatch.setattr(hybrid, "_seconds", measured)
-    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
-    given = x, ROUTED.to(device), weights
+    hybrid._seconds = measured
+    experts = Experts(folder, device)
     with offload.set_max_memory({"delayed:0": 0}):
         experts.use(*range(8))
-        found = [experts.sums(*given) for _ in range(3)]
+        found = [experts.sums(*experts.given) for _ in range(3)]
 
     assert [seconds == 1.0] * 3 == [one is None for one in found]
     assert 2 == len(timed)
-    assert all(experts.are_right(one, x, ROUTED, weights) for one in (*timed, *found) if one is not None)
+    assert all(experts.are_right(one, *experts.given) for one in (*timed, *found) if one is not None)
 
 
 @pytest.mark.fused
@@ -750,12 +722,12 @@ def test_experts_are_sent_if_that_is_faster(
 )
 @on_the_device
 def test_experts_of_each_form_are_as_exact_here_and_there_as_plain_ones(
-    device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path, name: str
 ) -> None:
     """Every second one is computed here, alone and in batches."""
     turns = itertools.count()
-    monkeypatch.setattr(hybrid, "_wins", lambda *_: True)
-    monkeypatch.setattr(acts, "streams_to", lambda *_: next(turns) % 2 == 0)  # though they are small
+    hybrid._wins = lambda *_: True
+    acts.streams_to = lambda *_: next(turns) % 2 == 0  # though they are small
     delayed.ops.late(20)
     form = FORMS[name]
     form.write(folder)
@@ -788,38 +760,35 @@ def test_experts_of_each_form_are_as_exact_here_and_there_as_plain_ones(
 @pytest.mark.fused
 @on_the_device
 def test_experts_that_all_stay_are_left_to_the_device_before_it_is_waited_for(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path
 ) -> None:
-    monkeypatch.setattr(acts, "_here_and_there", lambda *_: pytest.fail("the device is waited for"))
-    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    acts._here_and_there = lambda *_: pytest.fail("the device is waited for")
+    experts = Experts(folder, device)
     with offload.set_max_memory({"delayed:0": 16 << 20}):
         experts.use(*range(8))
 
-        assert experts.sums(x, ROUTED.to(device), weights) is None
+        assert experts.sums(*experts.given) is None
 
 
 @pytest.mark.fused
 @on_the_device
-def test_interrupts_leave_experts_here_and_there_as_they_were(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupts_leave_experts_here_and_there_as_they_were(device: torch.device, folder: Path) -> None:
     """Ctrl-C at places all over; half of them stay."""
-    monkeypatch.setattr(hybrid, "_wins", lambda *_: True)
+    hybrid._wins = lambda *_: True
     delayed.ops.late(20)
 
     def are_after_the_fourth(device: torch.device, reads: Any) -> bool:
         copies.streams_to(device, reads)
         return bool(reads[0][1].storage_offset() >= 4 * 256 * 128)
 
-    monkeypatch.setattr(acts, "streams_to", are_after_the_fourth)
-    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
-    given = x, ROUTED.to(device), weights
+    acts.streams_to = are_after_the_fourth
+    experts = Experts(folder, device)
+    tried = Act(lambda _: experts, lambda one: one.are_right(one.sums(*one.given), *one.given))
     with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
         experts.use(*range(8))
-        tried = Act(lambda _: experts, lambda one: one.are_right(one.sums(*given), x, ROUTED, weights))
 
         assert 50 < meets_interrupts(tried, folder, set(), step=16)
-        assert experts.are_right(experts.sums(*given), x, ROUTED, weights)
+        assert tried.act(experts)
 
 
 def many_steps(device: torch.device, folder: Path, steps: int) -> int:
@@ -844,11 +813,8 @@ def many_steps(device: torch.device, folder: Path, steps: int) -> int:
                 if chance.random() < 0.01:
                     offload.budget.evict(weights[chance.randrange(count)])
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(use, range(2)))
     return len(wrong)
 
 

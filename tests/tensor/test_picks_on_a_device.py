@@ -29,6 +29,7 @@ from tests.checkpoints.pieces import bits_of, random_bytes, random_scales, store
 from tests.prefetch import delayed_device as delayed
 from tests.prefetch.delayed_device import MIB, on_the_device
 from tests.tensor.test_on_a_device import crossing
+from tests.tensor.test_products import packed_table
 
 ROWS, COLUMNS = 512, 4096
 PICKS = [300, 3, 131, 130, 3]  # four rows, in three blocks of 128
@@ -48,13 +49,14 @@ def _weight(folder: Path, made: forms.Made) -> OffloadedTensor:
     return dense["layer.weight"]
 
 
-def _fp8() -> tuple[forms.Made, int]:
+def _fp8(folder: Path) -> tuple[OffloadedTensor, int]:
     numbers = forms.finite(random_bytes(ROWS, COLUMNS, dtype=torch.float8_e4m3fn))
     pieces = {"weight": numbers, "weight_scale_inv": random_scales(ROWS // 128, COLUMNS // 128)}
-    return (pieces, {"quant_method": "fp8", "weight_block_size": [128, 128]}), 4 * COLUMNS + 3 * COLUMNS // 128 * 4
+    table = _weight(folder, (pieces, {"quant_method": "fp8", "weight_block_size": [128, 128]}))
+    return table, 4 * COLUMNS + 3 * COLUMNS // 128 * 4
 
 
-def _nf4() -> tuple[forms.Made, int]:
+def _nf4(folder: Path) -> tuple[OffloadedTensor, int]:
     """With packed scales: two rows share a scale of theirs."""
     import json
 
@@ -68,27 +70,45 @@ def _nf4() -> tuple[forms.Made, int]:
         "weight.quant_state.bitsandbytes__nf4": written,
     }
     pair = 2 * (COLUMNS // 2 + COLUMNS // 64) + 4
-    return (pieces, {"quant_method": "bitsandbytes"}), 3 * pair + 256 * 4
+    return _weight(folder, (pieces, {"quant_method": "bitsandbytes"})), 3 * pair + 256 * 4
 
 
-@pytest.mark.parametrize("made", [_fp8, _nf4])
+def _joined(*tables: OffloadedTensor) -> OffloadedTensor:
+    """One below the other, in bfloat16."""
+    layout = contiguous(torch.bfloat16, (len(tables) * ROWS, COLUMNS))
+    places = [(number * ROWS, 0) for number in range(len(tables))]
+    return wrap_handle(joined(layout, [Piece(handle_of(table)) for table in tables], places, "joined").handle, CPU)
+
+
+def _gguf(folder: Path, times: int) -> tuple[OffloadedTensor, int]:
+    """In blocks of 32, which have 34 bytes each."""
+    table = packed_table(folder, ROWS, COLUMNS)
+    return _joined(*[table] * times) if times else table, 4 * COLUMNS // 32 * 34
+
+
+TABLES: dict[str, Callable[[Path], tuple[OffloadedTensor, int]]] = {
+    "fp8": _fp8,
+    "nf4": _nf4,
+    "gguf": partial(_gguf, times=0),
+    "gguf, cast": partial(_gguf, times=1),
+    "gguf, joined": partial(_gguf, times=2),
+    "cast": lambda folder: (_joined(stored(folder, {"table": torch.randn(ROWS, COLUMNS)})["table"]), 4 * COLUMNS * 4),
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
 @on_the_device
-def test_picked_rows_are_sent_as_they_are_stored(
-    device: torch.device, folder: Path, made: Callable[[], tuple[forms.Made, int]]
-) -> None:
+def test_picked_rows_are_sent_as_they_are_stored(device: torch.device, folder: Path, form: str) -> None:
     delayed.ops.late(50)
-    weight, needed = made()
+    table, needed = TABLES[form](folder)
+    rows, there, found = torch.tensor(PICKS), table.to(device), list[torch.Tensor]()
+    numbers = rows.to(device)
+    there[numbers]  # tables of decoders go to the device once
 
-    _check(_weight(folder, weight), needed, device)
+    sent = crossing(lambda: found.append(there[numbers]))
 
-
-@pytest.mark.parametrize("times", [0, 1, 2], ids=["alone", "cast", "joined"])
-@on_the_device
-def test_blocks_of_picked_rows_of_a_gguf_file_are_sent(device: torch.device, folder: Path, times: int) -> None:
-    delayed.ops.late(50)
-    made, needed = _gguf(folder), 4 * COLUMNS // 32 * 34
-
-    _check(made if times == 0 else _joined([made] * times), needed, device)
+    assert torch.equal(bits_of(table[rows]), bits_of(found[0].cpu()))
+    assert needed <= sent <= _MUCH * needed
 
 
 @on_the_device
@@ -108,22 +128,12 @@ def test_rows_that_numpy_decodes_are_not_sent_there_and_back(device: torch.devic
 
 
 @on_the_device
-def test_picked_rows_of_a_cast_table_are_sent_as_they_are_stored(device: torch.device, folder: Path) -> None:
-    """And are sent together."""
-    delayed.ops.late(50)
-    made = stored(folder, {"table": torch.randn(ROWS, COLUMNS)})["table"]
-
-    _check(_joined([made]), 4 * COLUMNS * 4, device)
-
-
-@on_the_device
 def test_picked_experts_are_sent_as_they_are_stored(device: torch.device, folder: Path) -> None:
     """Of a stack that is joined from them."""
     delayed.ops.late(50)
     pieces: dict[str, torch.Tensor] = {}
     for number in range(8):
-        weight = random_bytes(256, 1024, dtype=torch.float8_e4m3fn, seed=number)
-        pieces[f"{number}.weight"] = forms.finite(weight)
+        pieces[f"{number}.weight"] = forms.finite(random_bytes(256, 1024, dtype=torch.float8_e4m3fn, seed=number))
         pieces[f"{number}.weight_scale_inv"] = random_scales(2, 8, seed=number)
     dense = unpacked(stored(folder, pieces), {"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert dense is not None
@@ -148,7 +158,7 @@ def test_a_device_without_room_for_picked_rows_keeps_less(device: torch.device, 
     values = {f"w{number}": torch.full((1 << 18,), float(number)) for number in range(6)}
     weights = stored(folder, {**values, "table": torch.randn(ROWS, COLUMNS)})
     (folder / "packed").mkdir()
-    table = _weight(folder / "packed", _fp8()[0]) if is_packed else weights["table"]
+    table = _fp8(folder / "packed")[0] if is_packed else weights["table"]
     rows = torch.arange(200)
     torch.accelerator.synchronize()
     delayed.ops.limit(delayed.ops.allocated() + 8 * MIB)
@@ -159,35 +169,6 @@ def test_a_device_without_room_for_picked_rows_keeps_less(device: torch.device, 
         found = table.to(device)[rows].cpu()
 
     assert torch.equal(bits_of(table[rows]), bits_of(found))
-
-
-def _gguf(folder: Path) -> OffloadedTensor:
-    import gguf
-
-    kind = gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(folder / "t.gguf", "llama")
-    writer.add_tensor("table", gguf.quants.quantize(torch.randn(ROWS, COLUMNS).numpy(), kind), raw_dtype=kind)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
-    return offload.load_file(folder / "t.gguf")["table"]
-
-
-def _joined(tables: list[OffloadedTensor]) -> OffloadedTensor:
-    """One below the other, in bfloat16."""
-    layout = contiguous(torch.bfloat16, (len(tables) * ROWS, COLUMNS))
-    places = [(number * ROWS, 0) for number in range(len(tables))]
-    return wrap_handle(joined(layout, [Piece(handle_of(table)) for table in tables], places, "joined").handle, CPU)
-
-
-def _check(table: OffloadedTensor, needed: int, device: torch.device) -> None:
-    rows, there, found = torch.tensor(PICKS), table.to(device), list[torch.Tensor]()
-    numbers = rows.to(device)
-    there[numbers]  # tables of decoders go to the device once
-    sent = crossing(lambda: found.append(there[numbers]))
-
-    assert torch.equal(bits_of(table[rows]), bits_of(found[0].cpu()))
-    assert needed <= sent <= _MUCH * needed
 
 
 @pytest.mark.campaign("devices")

@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ from offload.tensor.deferred import deferred
 from offload.tensor.wrapper import set_by_others
 from tests.equal import assert_equal
 from tests.processes import run_script
-
-WAYS = ["fork", "forkserver"]  # a spawned process imports all of torch: one test has some
 
 
 def offloaded(tensor: torch.Tensor, name: str = "w", offload_dir: Path | None = None) -> OffloadedTensor:
@@ -104,10 +103,10 @@ def dumps(request: pytest.FixtureRequest) -> Callable[[Any], bytes]:
     return CARRIERS[request.param]
 
 
-def context_of(way: str | None) -> Any:
+def context_of(way: str) -> Any:
     """A context of `multiprocessing`; the processes of a fork server inherit nothing but imports."""
     torch.multiprocessing.set_forkserver_preload([__name__])
-    return way and torch.multiprocessing.get_context(way)
+    return torch.multiprocessing.get_context(way)
 
 
 def run_in_process(way: str, target: Callable[..., None], *args: Any) -> None:
@@ -139,27 +138,12 @@ def plain() -> torch.Tensor:
 
 def in_threads(act: Callable[[int], None], count: int = 8) -> None:
     """Run `act(0)`, `act(1)`... at the same moment; an error in one is raised here."""
-    errors: list[BaseException] = []
     start = threading.Barrier(count)
-
-    def run(number: int) -> None:
-        start.wait()
-        try:
-            act(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda number: (start.wait(), act(number)), range(count)))
 
 
 def test_threads_read_shared_tensors(plain: torch.Tensor) -> None:
-    """Ops, views and gradients in eight threads give the same as in one."""
     weights = [offloaded(plain + i, f"w{i}") for i in range(4)]
     x = torch.randn(3, 32)
 
@@ -230,7 +214,6 @@ def test_a_reference_is_passed_and_no_data(dumps: Callable[[Any], bytes]) -> Non
 
 
 def test_attributes_of_a_tensor_are_passed_with_it(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """Whether it is a parameter, requires grad, its view, lazy bits, its name."""
     sent = [
         nn.Parameter(offloaded(plain)),
         offloaded(plain).t()[1:, ::2],
@@ -318,9 +301,8 @@ def test_a_model_goes_by_reference_to_a_process_of_any_origin(
     processes._pickler.cache_clear()
     safetensors.torch.save_file({"0.weight": plain}, tmp_path / "checkpoint.safetensors")
     model = nn.Sequential(nn.Linear(32, 64, bias=False, device="meta"), nn.Linear(64, 2))
-    offload.load_checkpoint_in_model(
-        model, tmp_path / "checkpoint.safetensors", {"0": "disk", "1": "cpu"}, strict=False
-    )
+    devices = {"0": "disk", "1": "cpu"}
+    offload.load_checkpoint_in_model(model, tmp_path / "checkpoint.safetensors", devices, strict=False)
     model.append(model[0])
     (tmp_path / "model").write_bytes(pickle.dumps(offload.by_reference(model)))
     code = """
@@ -339,7 +321,7 @@ def test_a_model_goes_by_reference_to_a_process_of_any_origin(
     assert not offload.is_offloaded(pickle.loads(pickle.dumps(model))[0].weight)
 
 
-# Processes
+# Processes and data loaders
 
 
 def _check_values(w: OffloadedTensor, expected: torch.Tensor) -> None:
@@ -349,16 +331,18 @@ def _check_values(w: OffloadedTensor, expected: torch.Tensor) -> None:
 
 
 def test_a_spawned_process_reads_what_it_gets(plain: torch.Tensor) -> None:
-    """Through a queue; from a private folder."""
+    """Through a queue; from a private folder. It imports all of torch: other tests fork."""
     run_in_process("spawn", _check_values, offloaded(plain), plain)
 
 
-def _change(w: OffloadedTensor, how: str) -> None:
-    if how == "in place":
-        w[0].fill_(7)
-        w.add_(1)
-    elif how == "replaced":
-        w.update_values(w + 1)
+def _change(w: OffloadedTensor) -> None:
+    w[0].fill_(7)
+    w.add_(1)
+    gc.collect()
+
+
+def _replace(w: OffloadedTensor) -> None:
+    w.update_values(w + 1)
     gc.collect()
 
 
@@ -367,19 +351,16 @@ def test_the_parent_sees_the_writes_of_a_process(way: str, named: bool, plain: t
     """In-place and atomic ones; the file stays when the process ends."""
     w = offloaded(plain, "w", tmp_path if named else None)
     row = w[0]
-    run_in_process(way, _change, w, "in place")
+    run_in_process(way, _change, w)
     plain[0] = 7
     plain += 1
     assert_equal(plain, w)
     assert_equal(plain[0], row)
 
-    run_in_process(way, _change, w, "replaced")
+    run_in_process(way, _replace, w)
     assert_equal(plain + 1, w)
     assert_equal(plain[0] + 1, row)
     assert w.offload_path.exists()
-
-
-# Data loaders
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
@@ -396,16 +377,10 @@ class Rows(Dataset):  # type: ignore[type-arg]
         return self.table[row]
 
 
-@pytest.mark.parametrize("way", [None, *WAYS])
+@pytest.mark.parametrize("way", [None, "fork", "forkserver"])
 def test_a_data_loader_reads_rows(way: str | None, plain: torch.Tensor) -> None:
-    """With both kinds of workers and without; batches are plain."""
-    loader = DataLoader(
-        Rows(offloaded(plain)),
-        batch_size=16,
-        num_workers=0 if way is None else 2,
-        multiprocessing_context=context_of(way),
-    )
-    batches = list(loader)
+    workers = {"num_workers": 2, "multiprocessing_context": context_of(way)} if way else {}
+    batches = list(DataLoader(Rows(offloaded(plain)), batch_size=16, **workers))
 
     assert all(type(batch) is torch.Tensor for batch in batches)
     assert_equal(plain, torch.cat(batches))

@@ -59,9 +59,8 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
 
 
 def most_rows(layer: nn.Linear) -> int:
-    return most_rows_of(
-        products.runs_of(Piece(handle_of(layer.weight), view_spec_of(layer.weight))), layer.weight.dtype
-    )
+    weight = Piece(handle_of(layer.weight), view_spec_of(layer.weight))
+    return most_rows_of(products.runs_of(weight), layer.weight.dtype)
 
 
 def unrounded(piece: Piece) -> torch.Tensor:
@@ -100,7 +99,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(model):
             assert torch.equal(expected[:3].view(1, 3, -1), layer(x[:3].view(1, 3, -1)))
 
 
-def test_exact_products_are_those_with_the_dense_weight_bit_for_bit(model, tmp_path):
+def test_exact_products_are_those_with_the_dense_weight_bit_for_bit(model):
     for layer, _ in packed_layers(model):
         dense = layer.weight.materialize()
         for rows in (1, most_rows(layer), most_rows(layer) + 1):
@@ -351,11 +350,9 @@ def test_rows_that_alternate_are_multiplied_in_their_order(dense_too, tmp_path):
     else:
         numbers, scales = dense.to(torch.float8_e4m3fn), torch.rand(64, 1)
         dense = scaled(numbers, scales)
-        pieces = [Piece(handle_of(offloaded(numbers, "numbers", tmp_path)))]
-        pieces += [Piece(handle_of(offloaded(scales, "scales", tmp_path)))]
-        recipe = Decoded(
-            contiguous(torch.float32, (64, 32)), Decoder(scaled, (1, 1), packed=NumberRows("e4m3")), pieces
-        )
+        pieces = [Piece(handle_of(offloaded(one, name, tmp_path))) for name, one in (("n", numbers), ("s", scales))]
+        decoder = Decoder(scaled, (1, 1), packed=NumberRows("e4m3"))
+        recipe = Decoded(contiguous(torch.float32, (64, 32)), decoder, pieces)
         stored = Handle.compose(recipe, "packed")
     alternate = Piece(stored, meta_of(stored).view(32, 2, 32).transpose(0, 1))
     handle = Handle.compose(Joined(contiguous(torch.float32, (2, 32, 32)), [alternate], [(0, 0, 0)]), "stack")

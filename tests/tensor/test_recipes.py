@@ -92,13 +92,11 @@ def made(kind: str, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
             expected = torch.cat([expected, expected[7:40]]).bfloat16()
         return value, expected
     join = uneven if kind == "uneven" else fused
-    waiting = join({name: deferred(tensor) for name, tensor in stored.items()})
-    expected = join(numbers)
+    waiting, expected = (join(some) for some in ({name: deferred(one) for name, one in stored.items()}, numbers))
     if kind == "cast":
         waiting, expected = waiting.half(), expected.half()
     if kind == "turned":
-        waiting = waiting.transpose(0, 2).contiguous()
-        expected = expected.transpose(0, 2).contiguous()
+        waiting, expected = (one.transpose(0, 2).contiguous() for one in (waiting, expected))
     return waiting.stored("w"), expected  # type: ignore[attr-defined]
 
 
@@ -122,7 +120,7 @@ def is_recipe(tensor: torch.Tensor) -> bool:
 
 
 def random_cut(dim: int, shape: torch.Size) -> Callable[[torch.Tensor], torch.Tensor]:
-    at, size = random.randrange(dim), 0
+    at = random.randrange(dim)
     size = shape[at]
     start = random.randrange(size) if size else 0
     length = random.randint(0, size - start)
@@ -145,19 +143,15 @@ def random_cut(dim: int, shape: torch.Size) -> Callable[[torch.Tensor], torch.Te
 
 
 @pytest.mark.parametrize(
-    ("is_kept", "block"),
-    [(True, 500), *((False, size) for size in (backends.BLOCK, 1, 64, 500))],
-    indirect=["is_kept"],
+    ("is_kept", "block"), [(True, 500), *((False, size) for size in (backends.BLOCK, 1, 64, 500))], indirect=["is_kept"]
 )
 def test_random_cuts_are_those_of_the_plain_tensor(
     recipe: OffloadedTensor, plain: torch.Tensor, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """By blocks of any size."""
     monkeypatch.setattr(backends, "BLOCK", block)
 
     for _ in range(150 if block == backends.BLOCK else 40):
-        ours: torch.Tensor = recipe
-        theirs = plain
+        ours, theirs = recipe, plain
         for _ in range(random.randint(1, 4)):
             if theirs.dim():
                 change = random_cut(theirs.dim(), theirs.shape)
@@ -190,7 +184,7 @@ def test_every_dtype_is_joined_and_cut(tmp_path: Path, dtype: torch.dtype) -> No
         assert torch.equal(cut(expected).contiguous().view(torch.uint8), cut(value).contiguous().view(torch.uint8))
 
 
-def test_recipes_may_be_empty_or_scalar(tmp_path: Path) -> None:
+def test_recipes_may_be_empty_or_scalar() -> None:
     stored = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
 
     number = deferred(stored[1, 2]).double().stored("number")  # type: ignore[attr-defined]
@@ -213,7 +207,7 @@ def test_views_may_have_another_dtype(recipe: OffloadedTensor, plain: torch.Tens
         assert torch.equal(theirs[..., 1], ours[..., 1] + 0)
 
 
-def test_conjugated_views_compute_as_plain_ones(tmp_path: Path) -> None:
+def test_conjugated_views_compute_as_plain_ones() -> None:
     values = [torch.randn(3, 4, dtype=torch.complex64) for _ in range(2)]
     stored = [OffloadedTensor.from_original_tensor(value, f"{at}") for at, value in enumerate(values)]
     expected = torch.cat(values)
@@ -349,7 +343,7 @@ def test_ties_are_found_by_addresses_which_write_nothing(folder: Path) -> None:
     assert is_recipe(recipe)
 
 
-# Threads
+# Threads, compilers, changed files
 
 
 def test_threads_that_compute_a_recipe_do_not_share_memory(folder: Path) -> None:
@@ -358,13 +352,10 @@ def test_threads_that_compute_a_recipe_do_not_share_memory(folder: Path) -> None
 
     def work(number: int) -> None:
         recipe, plain = values[number]
-        composed = handle_of(recipe).composed
-        assert composed is not None
+        composed: Any = handle_of(recipe).composed
         for _ in range(60):
-            first = composed.value()
-            second = composed.value()
-            if not (torch.equal(plain, first) and torch.equal(plain, second) and torch.equal(plain, recipe + 0)):
-                wrong.append(number)
+            found = [composed.value(), composed.value(), recipe + 0]
+            wrong.extend(number for one in found if not torch.equal(plain, one))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
@@ -375,11 +366,9 @@ def test_threads_that_compute_a_recipe_do_not_share_memory(folder: Path) -> None
 def test_scratch_memory_is_reused_once_it_is_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "_SCRATCH", scratch._Scratch())
     recipe, plain = made("cast", folder)
-    composed = handle_of(recipe).composed
-    assert composed is not None
+    composed: Any = handle_of(recipe).composed
 
-    held = composed.value()
-    view = composed.value()[1]
+    held, view = composed.value(), composed.value()[1]
     addresses = {composed.value().untyped_storage().data_ptr() for _ in range(10)}
 
     assert 1 == len(addresses)
@@ -406,8 +395,7 @@ def scratch_of(size: int) -> torch.Tensor:
 
 def test_memory_freed_by_decoding_is_returned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An eighth of what is decoded counts as freed: here it is returned after every 80 reads."""
-    value, _ = made("decoded", folder)
-    returned: list[int] = []
+    value, returned = made("decoded", folder)[0], []
     monkeypatch.setattr(memory, "_malloc_trim", returned.append)
     monkeypatch.setattr(memory, "_MUCH", 10 * value.nbytes)
     monkeypatch.setattr(memory, "_freed", 0)
@@ -434,18 +422,12 @@ def test_experts_that_are_packed_apart_are_decoded_straight_to_their_place(
     assert torch.equal(torch.cat([expected, expected]).bfloat16(), found)
 
 
-# Compilers
-
-
 def test_a_view_of_a_recipe_is_compiled(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
     torch._dynamo.reset()
     double = torch.compile(lambda one: one * 2, backend="aot_eager", dynamic=False)
 
     for cut in (lambda one: one[1], lambda one: one[2:, 3:], lambda one: one[3:].t() if one.dim() == 2 else one.mT):
         assert torch.equal(cut(plain) * 2, double(cut(recipe)))
-
-
-# Changed files
 
 
 def test_a_missing_or_changed_file_of_a_piece_is_an_error(recipe: OffloadedTensor, folder: Path) -> None:
@@ -474,8 +456,7 @@ def matrices(tmp_path: Path) -> tuple[OffloadedTensor, torch.Tensor]:
     plain = [torch.randn(N, K) for _ in range(E)]
     save_file({f"{number}": matrix for number, matrix in enumerate(plain)}, tmp_path / "experts.safetensors")
     stored = offload.load_file(tmp_path / "experts.safetensors")
-    joined = torch.stack([deferred(stored[f"{number}"]) for number in range(E)])
-    return _stored(joined), torch.stack(plain)
+    return _stored(torch.stack([deferred(stored[f"{number}"]) for number in range(E)])), torch.stack(plain)
 
 
 def _stored(tensor: torch.Tensor) -> OffloadedTensor:
@@ -540,8 +521,6 @@ def test_the_gradient_of_an_embedding_is_of_the_whole_table(matrices: tuple[Offl
         table = torch.nn.Parameter(one[2])
         F.embedding(torch.tensor([[1, 5], [5, 1]]), table, padding_idx=1).pow(2).sum().backward()  # type: ignore[no-untyped-call]
         grads.append(table.grad)
-    assert isinstance(grads[0], torch.Tensor)
-    assert isinstance(grads[1], torch.Tensor)
     assert torch.equal(*grads)
 
 
@@ -573,8 +552,7 @@ def test_a_joined_weight_multiplies_as_the_whole_one(
 
 
 def test_an_expert_is_read_without_its_neighbours(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
-    recipe = handle_of(matrices[0]).composed
-    assert isinstance(recipe, Recipe)
+    recipe: Any = handle_of(matrices[0]).composed
     assert all(handle.access is Access.PICKED for handle in recipe.handles())
     assert all(track(handle, *handle.extent).is_part for handle in recipe.handles())
     [handle] = _whole(matrices[0]).handles()
@@ -584,6 +562,4 @@ def test_an_expert_is_read_without_its_neighbours(matrices: tuple[OffloadedTenso
 def _whole(tensor: OffloadedTensor) -> Recipe:
     """A cast of a whole value that has a file."""
     wide = OffloadedTensor.from_original_tensor(offload.materialize(tensor).double(), "wide")
-    cast = handle_of(_stored(deferred(wide).float())).composed
-    assert isinstance(cast, Recipe)
-    return cast
+    return handle_of(_stored(deferred(wide).float())).composed  # type: ignore[return-value]

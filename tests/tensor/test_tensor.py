@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import operator
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -24,6 +24,7 @@ import offload.tensor.ops
 import offload.tensor.wrapper
 from offload import OffloadedTensor
 from offload.errors import DtypeMismatchError, NameInUseError, ShapeMismatchError, StaleViewError, UnsupportedOpError
+from offload.memory import uncollected
 from offload.tensor.registry import FUNCTIONS
 from offload.tensor.wrapper import wrap
 from tests.equal import assert_equal
@@ -58,7 +59,6 @@ def checkpoint(tmp_path: Path, plain: torch.Tensor) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool], ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 5)], ids=str)
 def test_a_tensor_goes_to_disk_and_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Bits, shape, dtype and strides."""
     tensor = torch.testing.make_tensor(shape, dtype=dtype, device="cpu")
     w = offloaded(tensor)
 
@@ -68,7 +68,6 @@ def test_a_tensor_goes_to_disk_and_comes_back(dtype: torch.dtype, shape: tuple[i
 
 
 def test_a_file_entry_is_referenced_in_place(checkpoint: Path, plain: torch.Tensor) -> None:
-    """Nothing is copied or written."""
     before = checkpoint.stat()
 
     w = OffloadedTensor.from_file(checkpoint, "w")
@@ -95,7 +94,6 @@ def test_the_key_may_be_left_out_where_there_is_one(checkpoint: Path) -> None:
     ids=["empty", "zeros", "full"],
 )
 def test_a_tensor_is_allocated_on_disk(make: Any, expected: torch.Tensor) -> None:
-    """With the values of torch's function of the same name."""
     assert_equal(expected, make((2, 3), dtype=torch.int16, name="w"))
     with pytest.raises(TypeError, match="dtype"):
         make((2, 3), dtype="int16", name="x")
@@ -103,7 +101,6 @@ def test_a_tensor_is_allocated_on_disk(make: Any, expected: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("number", [True, 3, 2.5, 1j])
 def test_full_takes_its_dtype_from_the_number(number: complex) -> None:
-    """As `torch.full`."""
     assert_equal(torch.full((2,), number), OffloadedTensor.full((2,), number, name="w"))
 
 
@@ -117,7 +114,6 @@ def test_full_takes_its_dtype_from_the_number(number: complex) -> None:
     ids=["meta", "sparse", "quantized"],
 )
 def test_a_value_that_is_not_dense_is_refused_by_name(tensor: torch.Tensor) -> None:
-    """The error names the tensor."""
     with pytest.raises(UnsupportedOpError, match="'lm_head'"):
         offloaded(tensor, "lm_head")
 
@@ -128,11 +124,10 @@ def test_an_unknown_device_is_an_error_that_names_the_available_ones() -> None:
         OffloadedTensor.empty((2,), name="w", device="floppy")
 
 
-# Properties and text
+# Properties, text, views
 
 
 def test_text_is_that_of_the_plain_tensor_with_the_name(plain: torch.Tensor) -> None:
-    """And `requires_grad`, as in torch."""
     assert "OffloadedTensor([1., 2.], name='w')" == repr(offloaded(torch.tensor([1.0, 2.0])))
     assert "requires_grad=True" in repr(nn.Parameter(offloaded(plain)))
     assert "OffloadedTensor(3, name='w')" == str(offloaded(torch.tensor(3)))
@@ -162,28 +157,18 @@ def test_the_text_of_a_tensor_says_that_its_file_is_gone(tmp_path: Path, harm: A
 def test_printing_a_large_tensor_reads_little() -> None:
     """Only the edges: few pages of the mapping become resident."""
     w = OffloadedTensor.empty((4096, 4096), name="w")
-    before = _resident_file_bytes()
+    before = psutil.Process().memory_info().shared  # of files
 
     assert "..." in repr(w)
-    assert _resident_file_bytes() - before < 4 << 20
-
-
-def _resident_file_bytes() -> int:
-    with open("/proc/self/status") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    return sum(int(fields[key].split()[0]) * 1024 for key in ("RssFile", "RssShmem"))
+    assert psutil.Process().memory_info().shared - before < 4 << 20
 
 
 def test_numbers_are_formatted_as_of_a_plain_tensor() -> None:
-    """Entries in an f-string, and `float`, `int`, `bool`, as an index."""
     w = offloaded(torch.tensor([1.5, 2.0]))
 
     assert "1.50" == f"{w[0]:.2f}"
     assert (1.5, 2, True) == (float(w[0]), int(w[1]), bool(w[1]))
     assert "b" == "ab"[offloaded(torch.tensor(1), "i")]
-
-
-# Reads
 
 
 @pytest.mark.parametrize(
@@ -221,9 +206,6 @@ def test_a_tensor_like_it_is_made_with_the_file_closed(make: Any, plain: torch.T
     assert (expected.dtype, expected.device) == (result.dtype, result.device)
     if "empty" not in make.__name__ and "<lambda>" != make.__name__:
         assert_equal(expected, result)
-
-
-# Views
 
 
 @pytest.mark.parametrize(
@@ -310,7 +292,6 @@ def test_a_checkpoint_is_copied_at_the_first_write(checkpoint: Path, tmp_path: P
 
 
 def test_backward_through_a_changed_weight_raises(plain: torch.Tensor) -> None:
-    """As usual, including after update_values."""
     w, x = offloaded(plain), torch.randn(2, 8, requires_grad=True)
     for change in (lambda: w.add_(1), lambda: w.update_values(plain), lambda: torch.add(plain, 1, out=w)):
         loss = F.linear(x, w).sum()
@@ -318,15 +299,6 @@ def test_backward_through_a_changed_weight_raises(plain: torch.Tensor) -> None:
 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_a_view_of_a_part_does_not_grow(plain: torch.Tensor) -> None:
-    """The error names the tensor and the way out."""
-    w = offloaded(plain)
-
-    with pytest.raises(UnsupportedOpError, match=r"'w'.*resize the tensor itself"):
-        w[5].resize_(100)
-    assert_equal(plain, w)
 
 
 def test_set_stores_a_plain_value_and_makes_an_alias_of_an_offloaded_one(plain: torch.Tensor) -> None:
@@ -343,10 +315,27 @@ def test_set_stores_a_plain_value_and_makes_an_alias_of_an_offloaded_one(plain: 
     assert 0 == other.abs().sum()
 
 
-def test_a_plain_tensor_is_not_set_to_a_file(plain: torch.Tensor) -> None:
-    """It could not write through: the error says what to do."""
-    with pytest.raises(UnsupportedOpError, match=r"'w'.*copy_"):
-        torch.empty(0).set_(offloaded(plain))
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a part grows": (lambda w: w[5].resize_(100), r"'w'.*resize the tensor itself"),
+    "a part is replaced": (lambda w: w[:2].update_values(torch.ones(2, 8)), r"'w'.*copy_"),
+    "a plain tensor is set to the file": (lambda w: torch.empty(0).set_(w), r"'w'.*copy_"),
+    "set_data": (lambda w: torch.ops.aten.set_data(w, torch.ones(2)), r"set_data.*'w'.*\.data"),
+    "set_data.default": (lambda w: torch.ops.aten.set_data.default(w, torch.ones(2)), r"set_data.*'w'.*\.data"),
+    "a meta value": (lambda w: w.update_values(torch.empty(6, 8, device="meta")), "'w' is on the meta device"),
+    "meta data": (lambda w: setattr(w, "data", torch.empty(6, 8, device="meta")), "'w' is on the meta device"),
+}
+
+
+@pytest.mark.parametrize("act", REFUSED)
+def test_a_write_that_the_file_can_not_follow_is_refused_with_the_way_out(act: str, plain: torch.Tensor) -> None:
+    """torch would change metadata, or nothing, and leave the file alone."""
+    w, (write, words) = offloaded(plain), REFUSED[act]
+
+    with pytest.raises(UnsupportedOpError, match=words):
+        write(w)
+
+    assert not w.is_meta
+    assert_equal(plain, w)
 
 
 # update_values
@@ -388,7 +377,6 @@ def test_update_values_refuses_another_shape_or_dtype(
 
 
 def test_update_values_takes_an_offloaded_value_even_its_own_view() -> None:
-    """A transpose of itself reads the old value while the new one is written."""
     square = torch.randn(5, 5)
     w = offloaded(square)
     w.update_values(w.t())
@@ -396,19 +384,8 @@ def test_update_values_takes_an_offloaded_value_even_its_own_view() -> None:
     assert_equal(square.t().contiguous(), w)
 
 
-def test_update_values_through_a_part_is_refused(plain: torch.Tensor) -> None:
-    """The error says what to use."""
-    w = offloaded(plain)
-    with pytest.raises(UnsupportedOpError, match=r"'w'.*copy_"):
-        w[:2].update_values(torch.ones(2, 8))
-
-
 @pytest.mark.parametrize(
-    "replace",
-    [
-        lambda w, new: w.update_values(new, strict_dtype=False),
-        lambda w, new: setattr(w, "data", new),
-    ],
+    "replace", [lambda w, new: w.update_values(new, strict_dtype=False), lambda w, new: setattr(w, "data", new)]
 )
 def test_integers_are_refused_for_what_requires_grad(plain: torch.Tensor, replace: Any) -> None:
     """With torch's own words, and the way out; the file keeps its value."""
@@ -435,7 +412,7 @@ def test_an_old_view_of_a_new_layout_is_an_error(plain: torch.Tensor) -> None:
     assert [1.0] == w[:1].tolist()
 
 
-# Moves and casts
+# Moves, casts, and other data
 
 
 def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
@@ -454,7 +431,6 @@ def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
 
 
 def test_to_where_it_is_gives_the_tensor_itself(plain: torch.Tensor) -> None:
-    """As in torch; with `copy=True` a plain copy."""
     w = offloaded(plain)
 
     assert w is w.to("cpu")
@@ -464,7 +440,6 @@ def test_to_where_it_is_gives_the_tensor_itself(plain: torch.Tensor) -> None:
 
 
 def test_to_meta_gives_a_meta_tensor_without_reading(plain: torch.Tensor) -> None:
-    """With the plain one's strides and dtype."""
     w = offloaded(plain)
     os.unlink(w.offload_path)
     for move in (lambda t: t.to("meta"), lambda t: t.t().to("meta"), lambda t: t.to("meta", torch.float16)):
@@ -484,9 +459,6 @@ def test_an_absent_device_raises_the_error_of_torch(plain: torch.Tensor) -> None
         offloaded(plain).to("cuda")
 
     assert (expected.type, str(expected.value)) == (raised.type, str(raised.value))
-
-
-# Assigning .data
 
 
 def other_data(p: Any, x: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
@@ -555,19 +527,10 @@ def test_assigning_data_in_a_named_folder_makes_old_views_an_error(tmp_path: Pat
         kept.sum()
 
 
-@pytest.mark.parametrize("op", [torch.ops.aten.set_data, torch.ops.aten.set_data.default])
-def test_set_data_is_refused_with_the_way_out(op: Any, plain: torch.Tensor) -> None:
-    """torch would swap metadata and leave the file alone."""
-    w = offloaded(plain)
-    with pytest.raises(UnsupportedOpError, match=r"set_data.*'w'.*\.data"):
-        op(w, torch.ones(2))
-
-
-# Back to memory
+# Memory, ownership, copies
 
 
 def test_materialize_is_independent(plain: torch.Tensor) -> None:
-    """Writing to it does not change the file, nor the other way round."""
     w = offloaded(plain)
     result = w.materialize()
     result.zero_()
@@ -618,7 +581,6 @@ def test_numpy_shares_the_file(plain: torch.Tensor) -> None:
 
 
 def test_numpy_over_a_checkpoint_is_read_only(checkpoint: Path, plain: torch.Tensor) -> None:
-    """A file that offload did not create is never written to."""
     array = OffloadedTensor.from_file(checkpoint, "w").numpy()
 
     with pytest.raises(ValueError, match="read-only"):
@@ -627,7 +589,6 @@ def test_numpy_over_a_checkpoint_is_read_only(checkpoint: Path, plain: torch.Ten
 
 
 def test_numpy_of_a_trainable_tensor_is_torchs_own_error(plain: torch.Tensor) -> None:
-    """Unless forced."""
     w = offloaded(plain).requires_grad_()
     with pytest.raises(RuntimeError, match="requires grad"):
         w.numpy()
@@ -636,7 +597,7 @@ def test_numpy_of_a_trainable_tensor_is_torchs_own_error(plain: torch.Tensor) ->
 
 
 def test_dlpack_shares_an_own_file_and_copies_a_checkpoint(checkpoint: Path, plain: torch.Tensor) -> None:
-    """`from_dlpack` of torch and numpy; a trainable tensor is refused as in torch."""
+    """`from_dlpack` of torch and numpy; `to_dlpack` can't be overridden; a trainable tensor is refused as in torch."""
     w, referenced = offloaded(plain), OffloadedTensor.from_file(checkpoint, "w")
 
     assert_equal(plain, torch.from_dlpack(w))
@@ -645,17 +606,15 @@ def test_dlpack_shares_an_own_file_and_copies_a_checkpoint(checkpoint: Path, pla
     assert 7 == w[0, 0].item()
     torch.from_dlpack(referenced).zero_()
     assert_equal(plain, referenced)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(w)
     with pytest.raises(BufferError, match="require gradient"):
         torch.from_dlpack(w.requires_grad_())
 
 
-# Ownership
-
-
 def test_a_private_file_goes_with_its_last_tensor(plain: torch.Tensor) -> None:
     """Views and parameters keep it alive; no cycle keeps it longer: the collector is off."""
-    gc.disable()
-    try:
+    with uncollected():
         w = offloaded(plain)
         path = w.offload_path
         view, parameter = w[0], nn.Parameter(w)
@@ -666,12 +625,9 @@ def test_a_private_file_goes_with_its_last_tensor(plain: torch.Tensor) -> None:
         assert_equal(plain[0], view)
         del view
         assert not path.exists()
-    finally:
-        gc.enable()
 
 
 def test_a_file_in_a_named_folder_stays(tmp_path: Path, plain: torch.Tensor) -> None:
-    """And can be opened again."""
     w = offloaded(plain, "a/b", tmp_path)
     w.add_(1)
     w.flush()
@@ -692,20 +648,22 @@ def test_two_live_tensors_do_not_share_a_name(tmp_path: Path, plain: torch.Tenso
     assert_equal(plain, OffloadedTensor.from_original_tensor(plain, "w", tmp_path, exist_ok=True))
 
 
-# Copies
+def test_a_clone_and_a_deepcopy_are_copies_and_others_aliases(plain: torch.Tensor) -> None:
+    """`detach` gives one without a graph, `.data` one without the version."""
+    w = offloaded(plain).requires_grad_()
+    every = w, w.clone(), copy.deepcopy(w), w.detach(), w.data
+    cloned, copied, detached, data = every[1:]
+    detached.add_(1)
 
-
-def test_clone_is_plain_and_deepcopy_offloaded(plain: torch.Tensor) -> None:
-    """Both independent."""
-    w = offloaded(plain)
-    cloned, copied = w.clone(), copy.deepcopy(w)
-    w.zero_()
-
+    assert 5 == len(set(map(id, every)))
+    assert [True, True, True, False, False] == [one.requires_grad for one in every]
+    assert OffloadedTensor is type(copied) is type(detached) is type(torch.ops.aten.alias(w))
     assert type(cloned) is torch.Tensor
-    assert offload.is_offloaded(copied)
     assert w.offload_path != copied.offload_path
-    assert_equal(plain, cloned)
-    assert_equal(plain, copied)
+    for one in (cloned, copied):
+        assert_equal(plain, one.detach())
+    assert_equal(plain + 1, data)
+    assert (1, 0) == (w._version, data._version)
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_])
@@ -746,7 +704,6 @@ def test_deepcopy_keeps_ties(plain: torch.Tensor) -> None:
 
 
 def test_copy_is_an_alias(plain: torch.Tensor) -> None:
-    """`copy.copy` shares the value, and keeps its kind."""
     w = nn.Parameter(offloaded(plain), requires_grad=False)
     alias = copy.copy(w)
     alias.zero_()
@@ -776,7 +733,6 @@ def _saved(value: Any) -> bytes:
 
 
 def test_torch_save_keeps_ties(plain: torch.Tensor) -> None:
-    """Two views of one value share a storage after loading."""
     w = offloaded(plain)
     loaded = torch.load(io.BytesIO(_saved([w, w[0]])), weights_only=True)
     loaded[1].zero_()
@@ -784,11 +740,7 @@ def test_torch_save_keeps_ties(plain: torch.Tensor) -> None:
     assert 0 == loaded[0][0].abs().sum()
 
 
-# Training
-
-
 def test_hash_and_eq_are_those_of_tensors(plain: torch.Tensor) -> None:
-    """Identity for dicts and sets, elementwise for `==`."""
     w, other = offloaded(plain), offloaded(plain)
 
     assert "here" == {w: "here", other: "there"}[w]

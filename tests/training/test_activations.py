@@ -34,21 +34,6 @@ def tiny_llama() -> nn.Module:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTM(8, 16, num_layers=2, batch_first=True)
-
-    def forward(self, x):
-        return self.cell(x)[0]
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3)
-    )
-
-
 def llama_loss(model: nn.Module) -> torch.Tensor:
     tokens = torch.arange(20).reshape(2, 10)
     return model(input_ids=tokens, labels=tokens).loss
@@ -56,8 +41,16 @@ def llama_loss(model: nn.Module) -> torch.Tensor:
 
 NETWORKS = {
     "llama": (tiny_llama, llama_loss),
-    "convolutions": (convolutions, lambda model: model(torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)).exp().sum()),
-    "recurrent": (Recurrent, lambda model: model(torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)).square().sum()),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3)
+        ),
+        lambda model: model(torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)).exp().sum(),
+    ),
+    "recurrent": (
+        lambda: nn.LSTM(8, 16, num_layers=2, batch_first=True),
+        lambda model: model(torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8))[0].square().sum(),
+    ),
 }
 
 
@@ -239,10 +232,6 @@ def test_checkpoints_have_their_inputs_on_disk(use_reentrant, tmp_path):
     assert all(map(torch.equal, gradients(plain), gradients(blocks)))
 
 
-def compiled(function):
-    return torch.compile(function, backend="aot_eager")
-
-
 def in_half(layer):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return layer(torch.ones(4, 16)).float().square().sum()
@@ -250,6 +239,9 @@ def in_half(layer):
 
 def plainly(layer):
     return layer(torch.ones(4, 16)).square().sum()
+
+
+compiled = partial(torch.compile, backend="aot_eager")
 
 
 def on_disk(loss_of, folder):

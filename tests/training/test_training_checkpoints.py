@@ -42,9 +42,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
     return losses
 
 
-def adamw(model: nn.Module, on_disk: bool) -> torch.optim.AdamW:
+def adamw(model: nn.Module, on_disk: bool, **options: object) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return offload.training.offload_optimizer(optimizer, min_bytes=1) if on_disk else optimizer
+    return offload.training.offload_optimizer(optimizer, **{"min_bytes": 1, **options}) if on_disk else optimizer
 
 
 @pytest.mark.parametrize("was_on_disk", [True, False])
@@ -69,9 +69,7 @@ def test_resumed_training_equals_uninterrupted_training(was_on_disk, on_disk, tm
 
 def test_a_checkpoint_can_be_loaded_in_the_middle_of_a_run(tmp_path):
     model = offload.disk_offload(network(), tmp_path / "live")
-    optimizer = offload.training.offload_optimizer(
-        torch.optim.AdamW(model.parameters()), offload_dir=tmp_path / "live", min_bytes=1
-    )
+    optimizer = adamw(model, True, offload_dir=tmp_path / "live")
     train(model, optimizer)
     offload.training.save_training(model, tmp_path / "run", optimizer)
     expected = train(model, optimizer)
@@ -176,7 +174,7 @@ def test_trees_and_training_checkpoints_do_not_replace_one_another_nor_foreign_f
 
 def test_small_values_are_back_in_memory_and_need_no_checkpoint(tmp_path):
     model = network()
-    optimizer = offload.training.offload_optimizer(torch.optim.AdamW(model.parameters()), min_bytes=512)
+    optimizer = adamw(model, True, min_bytes=512)
     train(model, optimizer)
     offload.training.save_training(model, tmp_path, optimizer)
     kept = {name: is_offloaded(value) for name, value in optimizer.state[model[0].bias].items()}
@@ -190,7 +188,7 @@ def test_small_values_are_back_in_memory_and_need_no_checkpoint(tmp_path):
     train(model, optimizer)
 
 
-# Errors
+# Errors and kills
 
 
 def test_a_folder_without_a_checkpoint_says_so(tmp_path):
@@ -219,10 +217,7 @@ def test_a_model_and_optimizer_that_do_not_fit_are_unchanged(tmp_path):
     for each in (model, deeper, other):
         nn.init.zeros_(each[0].weight)
 
-    with pytest.raises(
-        CheckpointError,
-        match=r"the optimizer did not accept .*number of parameter groups",
-    ):
+    with pytest.raises(CheckpointError, match=r"the optimizer did not accept .*number of parameter groups"):
         offload.training.load_training(model, tmp_path, groups)
     with pytest.raises(CheckpointError, match=r"another model, which differs in 4\.bias, 4\.weight"):
         offload.training.load_training(deeper, tmp_path)
@@ -235,8 +230,7 @@ def test_a_model_and_optimizer_that_do_not_fit_are_unchanged(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{}", '{"offload": 1'])
 def test_a_truncated_checkpoint_is_refused(text, tmp_path):
-    made = offload.training.save_training(network(), tmp_path)
-    made.write_text(text)
+    offload.training.save_training(network(), tmp_path).write_text(text)
 
     with pytest.raises(CheckpointError, match=r"tree\.json"):
         offload.training.load_training(network(), tmp_path)
@@ -272,8 +266,6 @@ def test_values_of_a_subclass_are_refused_by_name(tmp_path):
     with pytest.raises(UnsupportedOpError, match=r"model\.0\.weight.*frozen=False"):
         offload.training.save_training(model, tmp_path)
 
-
-# Kills
 
 DRIVER = """
     import json, mmap, os, random, signal, sys, time, torch, offload
@@ -372,17 +364,13 @@ def everything(model, optimizer, scheduler):
 @pytest.fixture
 def run(tmp_path):
     """A checkpoint, and the objects to load it into, which have changed since."""
-    model = network()
+    model, folder = network(), tmp_path / "run"
     optimizer = adamw(model, on_disk=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    train(model, optimizer)
-    scheduler.step()
-    offload.training.save_training(
-        model, tmp_path / "run", optimizer, scheduler=scheduler, notes={"best": 0.5, (1, 2): [3]}
-    )
-    train(model, optimizer)
-    scheduler.step()
-    return tmp_path / "run", model, optimizer, scheduler
+    train(model, optimizer), scheduler.step()
+    offload.training.save_training(model, folder, optimizer, scheduler=scheduler, notes={"best": 0.5, (1, 2): [3]})
+    train(model, optimizer), scheduler.step()
+    return folder, model, optimizer, scheduler
 
 
 def places(node, way=()):
@@ -441,24 +429,23 @@ def test_damaged_state_is_loaded_as_a_whole_or_not_at_all(run):
 
 @pytest.mark.parametrize("which", ["python", "numpy", "torch"])
 def test_an_invalid_random_state_changes_nothing(which, run):
-    folder, model, optimizer, scheduler = run
-    path = folder / "tree.json"
-    state = json.loads(path.read_text())
+    folder, *objects = run
+    state, before = json.loads((folder / "tree.json").read_text()), everything(*objects)
     state["structure"]["dict"]["random"]["dict"][which] = None
-    path.write_text(json.dumps(state))
-    before = everything(model, optimizer, scheduler)
+    (folder / "tree.json").write_text(json.dumps(state))
 
-    with pytest.raises(CheckpointError, match=r"tree\.json is not complete: its states of random numbers"):
-        offload.training.load_training(model, folder, optimizer, scheduler=scheduler)
+    error = loaded(folder, objects)
 
-    assert everything(model, optimizer, scheduler) == before
+    assert isinstance(error, CheckpointError)
+    assert "tree.json is not complete: its states of random numbers" in str(error)
+    assert everything(*objects) == before
 
 
 class Stubborn:
     """Accepts no state but its own."""
 
-    def __init__(self):
-        self.state = 0
+    def __init__(self, state):
+        self.state = state
 
     def state_dict(self):
         return {"state": self.state}
@@ -469,18 +456,16 @@ class Stubborn:
             raise KeyError("what")
 
 
-def test_an_object_that_rejects_its_state_leaves_the_others_unchanged(tmp_path):
-    model, counter, stubborn = network(), Stubborn(), Stubborn()
-    optimizer = adamw(model, on_disk=False)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    counter.state, stubborn.state = 5, 1
-    offload.training.save_training(model, tmp_path, optimizer, counter=counter, stubborn=stubborn)
+def test_an_object_that_rejects_its_state_leaves_the_others_unchanged(run):
+    folder, model, optimizer, scheduler = run
+    counter, stubborn = Stubborn(5), Stubborn(1)
+    offload.training.save_training(model, folder, optimizer, counter=counter, stubborn=stubborn)
     counter.state, stubborn.state = 6, 2
     train(model, optimizer)
     before = everything(model, optimizer, scheduler)
 
     with pytest.raises(CheckpointError, match=r"stubborn did not accept the saved state.*KeyError"):
-        offload.training.load_training(model, tmp_path, optimizer, counter=counter, stubborn=stubborn)
+        offload.training.load_training(model, folder, optimizer, counter=counter, stubborn=stubborn)
 
     assert everything(model, optimizer, scheduler) == before
-    assert (counter.state, stubborn.state) == (6, 2)
+    assert (6, 2) == (counter.state, stubborn.state)
