@@ -239,10 +239,10 @@ def test_a_module_has_at_most_some_700_lines():
 
 # Lines, with blank ones and docstrings. They only go down: a new mechanism names the one that it replaces.
 MOST_LINES = {
-    ("offload", "py"): 39_390,  # on the way to 36,000, and then to 32,000
+    ("offload", "py"): 39_380,  # on the way to 36,000, and then to 32,000
     ("offload", "[ch]"): 3_400,
-    ("tests", "py"): 55_030,  # on the way to 52,000
-    ("bench", "py"): 8_960,
+    ("tests", "py"): 53_850,  # on the way to 52,000
+    ("bench", "py"): 8_850,
 }
 
 

@@ -7,7 +7,7 @@ Always true:
 - what follows it is remembered for each value that came before it; where that has branched, only from the second time
 - resident values are pages of the files themselves: there is no copy that could become stale
 - if all values fit in the budget, all stay; if not, a fixed part stays: values larger than the window if they fit, and
-  others, spread evenly over the order of reads. The rest streams: a pass reads from the disk only what exceeds the budget
+  others, spread evenly over the order of reads; a pass then reads from the disk only what exceeds the budget
 - if several threads use the values block by block, the streaming part of the largest block fits
 - of values that are picked from many, such as experts, the most used stay, in what is left beside what each
   pass reads
@@ -403,8 +403,9 @@ class Pool:
         values = values if self.users else [value for value in values if not value.is_picked]
         due = self._due_of_blocks(kept) if self.users else ()
         left = self.capacity - size_of(kept)
-        is_automatic = self.fixed_window is None  # a value larger than the window takes memory beside all that when used
-        wide = [value for value in values if value.nbytes > self.widest] if is_automatic else []
+        wide: list[Value] = []
+        if self.fixed_window is None:  # while in use, one larger than the window takes memory beside all that stays
+            wide = [value for value in values if value.nbytes > self.widest]
         for tier in _stayed(due), due, wide, *self._first_of(values, is_new=is_new), values:
             others = [value for value in tier if value not in kept]
             chosen = others if size_of(others) <= left else self._some_of(others, left)
