@@ -64,7 +64,7 @@ def test_the_table_of_named_models_equals_the_result():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][2:]
     arms = (OURS, "llama.cpp", "llama.cpp, not repacked")
 
-    assert len(rows) == 14
+    assert len(rows) == 17
     for name, *cells in rows:
         found = figure(name)
         for arm, said in zip(arms, cells, strict=True):
