@@ -318,6 +318,7 @@ def test_set_stores_a_plain_value_and_makes_an_alias_of_an_offloaded_one(plain: 
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "a part grows": (lambda w: w[5].resize_(100), r"'w'.*resize the tensor itself"),
     "a part is replaced": (lambda w: w[:2].update_values(torch.ones(2, 8)), r"'w'.*copy_"),
+    "a transpose is replaced": (lambda _: offloaded(torch.eye(4)).t().update_values(torch.ones(4, 4)), r"'w'.*copy_"),
     "a plain tensor is set to the file": (lambda w: torch.empty(0).set_(w), r"'w'.*copy_"),
     "set_data": (lambda w: torch.ops.aten.set_data(w, torch.ones(2)), r"set_data.*'w'.*\.data"),
     "set_data.default": (lambda w: torch.ops.aten.set_data.default(w, torch.ones(2)), r"set_data.*'w'.*\.data"),
