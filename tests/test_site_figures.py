@@ -50,7 +50,7 @@ def test_a_figure_equals_that_of_the_result(name):
     ours, peer, times = table()[name]
     found = figure(name)
     medians = {arm: median(rounds) for arm, rounds in found["values"].items() if rounds}
-    said, arm = re.fullmatch(r"([\d.]+ s) \((.*)\)", peer).groups()
+    said, arm = re.fullmatch(r"([\d.]+ m?s) \((.*)\)", peer).groups()
     best = min(value for arm, value in medians.items() if arm != OURS)
 
     assert best == medians[ARMS.get(arm, arm)]
