@@ -403,9 +403,8 @@ class Pool:
         values = values if self.users else [value for value in values if not value.is_picked]
         due = self._due_of_blocks(kept) if self.users else ()
         left = self.capacity - size_of(kept)
-        wide: list[Value] = []
-        if self.fixed_window is None:  # while in use, one larger than the window takes memory beside all that stays
-            wide = [value for value in values if value.nbytes > self.widest]
+        # In use, a value larger than the window takes memory beside all that stays; without a window, none is.
+        wide = [value for value in values if value.nbytes > self.widest] if self.widest else []
         for tier in _stayed(due), due, wide, *self._first_of(values, is_new=is_new), values:
             others = [value for value in tier if value not in kept]
             chosen = others if size_of(others) <= left else self._some_of(others, left)

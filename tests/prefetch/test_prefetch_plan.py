@@ -90,10 +90,11 @@ def test_a_value_larger_than_the_window_stays_if_it_fits(budget: int, stays: lis
     assert 0 <= budget * MIB - sum(value.nbytes for value in values if value.kept) < 10 * MIB
 
 
+@pytest.mark.parametrize("window", [None, 0])
 @given(count=st.integers(4, 60), budgets=st.lists(st.integers(0, 60), min_size=1, max_size=6))
-def test_another_budget_changes_as_little_as_possible(count: int, budgets: list[int]):
+def test_another_budget_changes_as_little_as_possible(window: int | None, count: int, budgets: list[int]):
     """What is dropped has to be read again, and so has what is new."""
-    pool = Pool(count * MIB // 3)
+    pool = Pool(count * MIB // 3, window)
     values = values_of(pool, [MIB] * count)
     for budget in budgets:
         before = set(kept(values))
