@@ -156,7 +156,7 @@ def table() -> str:
         sizes = sizes_of(name)
         computing = replace(MACHINE.computing, packed=MACHINE.in_8_bits) if form == "fp8" else MACHINE.computing
         estimate = Estimate(sizes, MACHINE.budget, MACHINE.disk_rate, computing)
-        alone, together = (estimate.of("", "", in_flight=count) for count in (1, IN_FLIGHT))
+        alone, together = (estimate.of("", in_flight=count) for count in (1, IN_FLIGHT))
         cells = (
             name,
             form,

@@ -38,7 +38,6 @@ In modules, which `import offload` brings along:
 | `offload.training` | train with state on disk | `offload_optimizer` `offload_activations` |
 | | save training as a whole, and resume after a crash | `save_training` `load_training` |
 | `offload.generation` | keep the keys and values of prompts for later runs | `PromptCache` |
-| | see what drafts bring: `generate(assistant_model=)` | `draft_summary` |
 | `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
 | | read files and tables of others into a cache | `cache_from` |
 | | open or write a folder of tensordict's | `tensordict` |

@@ -57,7 +57,6 @@ class Pretrained(Module):
     quantization_method: Any
     hf_quantizer: Any
     _weight_conversions: Any
-    loaded_from: Any  # offload's: the folder that it was loaded from
     packed_as: Any  # offload's: how its checkpoint was packed
     from_pretrained: ClassVar[Callable[..., Any]]
     can_generate: Callable[[], bool]

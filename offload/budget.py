@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
-from offload.memory import as_budget, available_bytes
+from offload.memory import as_budget
 from offload.prefetch.copies import pool_on
 from offload.prefetch.engine import POOL, UNTRACKED, counts, lock, replanning, track
 from offload.prefetch.pages import joined
 from offload.prefetch.plan import Pool, Value
 from offload.prefetch.reader import Counts
-from offload.prefetch.room import OnDevice, free_on
+from offload.prefetch.room import OnDevice
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Access, Handle
 from offload.tensor.locals import local_of
@@ -42,7 +42,7 @@ _OF_TABLES = 2  # dimensions of a table, of which rows are read
 
 __all__ = ["evict", "keep_resident", "set_read_ahead"]
 
-Amount: TypeAlias = "int | float | str"
+Amount: TypeAlias = "int | str"
 MaxMemory: TypeAlias = "Amount | Mapping[int | str, Amount] | None"
 
 
@@ -59,11 +59,11 @@ def set_max_memory(max_memory: MaxMemory) -> AbstractContextManager[object]:
     Beside the budget there is what is in use or read ahead (`set_read_ahead`).
 
     Args:
-        max_memory: "8GiB", bytes, or a fraction (0.5) of the memory that is available now; or a dictionary from "cpu"
-            and accelerators (0, "cuda:1") to one of them. None for no limit in main memory but what is available.
-            An accelerator that is not named fills itself: with what is free there when a model is first used, and at
-            the start of each `generate`, less a tenth (1 GiB at least), and less the keys and values of the context. At
-            an out-of-memory error half of that is given back for a while. With 0 nothing stays there.
+        max_memory: "8GiB", or bytes; or a dictionary from "cpu" and accelerators (0, "cuda:1") to one of them. None for
+            no limit in main memory but what is available. An accelerator that is not named fills itself: with what is
+            free there when a model is first used, and at the start of each `generate`, less a tenth (1 GiB at least),
+            and less the keys and values of the context. At an out-of-memory error half of that is given back for a
+            while. With 0 nothing stays there.
 
     Returns:
         A context manager that restores the earlier setting; without `with`, the new one holds.
@@ -84,10 +84,9 @@ def set_read_ahead(window: Amount | bool) -> AbstractContextManager[object]:
     """Set how many bytes may be in memory because they are read ahead, in use, or just used.
 
     Args:
-        window: bytes, "256MiB", or a fraction of the memory that is available now. A value that is larger than that
-            is read ahead alone. False reads nothing ahead. True, the default, follows the disk and the values: what
-            the disk gives in a quarter second, and the next three values at least; 64 MiB or more, and no more than a
-            tenth of the budget beside that.
+        window: bytes, or "256MiB". A value that is larger than that is read ahead alone. False reads nothing ahead.
+            True, the default, follows the disk and the values: what the disk gives in a quarter second, and the next
+            three values at least; 64 MiB or more, and no more than a tenth of the budget beside that.
 
     Returns:
         A context manager that brings back what was set before; the setting holds without it, too.
@@ -149,7 +148,7 @@ def evict(*what: object) -> None:
     values, states = _values_in(what), [page_state_of(handle) for handle in handles_in(what)]
     with replanning() as leaving:
         for one in states:
-            one.forget_rows()
+            one.checked_until = 0.0
         for value in values:
             value.pinned = False
         for pool in {value.pool for value in values}:
@@ -158,23 +157,14 @@ def evict(*what: object) -> None:
     SMALL_VALUES.release()
 
 
-def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
-    """Keep an assistant in memory, in the budget of its model, while both live; if it does not fit, it streams."""
-    pools = {page_state_of(handle).pool or POOL for handle in stored_in(handles_in([model]))}
-    if assistant is model or not pools or any(assistant in pool.beside for pool in pools):
+def keep_assistant(model: nn.Module, assistant: nn.Module) -> None:
+    """Keep an assistant in memory; if it does not fit in its budget, it streams."""
+    if assistant is model:
         return
     try:
         keep_resident(assistant)
     except BudgetError as error:
         log.info("the assistant does not stay in memory: %s", error)
-        return
-    plain = {id(one): one for one in (*assistant.parameters(), *assistant.buffers()) if not is_offloaded(local_of(one))}
-    values = _values_in([assistant])
-    with replanning() as leaving:
-        for pool in pools:
-            elsewhere = (value for value in values if value.pool is not pool)
-            pool.beside[assistant] = sum(one.nbytes for one in plain.values()) + _bytes_in(elsewhere)
-            leaving.extend(pool.reconsider(anew=True))
 
 
 def expect_context(model: nn.Module, context: int | None = None, key: object = None) -> None:
@@ -317,15 +307,10 @@ def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | 
 
 def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, Pool]]:
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
-    amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
-    free = {device: free_on(device) for device in amounts}
-    if silent := [str(device) for device, amount in amounts.items() if isinstance(amount, float) and not free[device]]:
-        raise ArgumentError(f"max_memory: {silent[0]} tells of no free memory to take a part of: give bytes, as '8GiB'")
-    on_devices: dict[torch.device, Pool] = {
-        device: OnDevice(as_budget(amount, free[device]), device) for device, amount in amounts.items()
-    }
+    amounts = {_accelerator(device): as_budget(amount) for device, amount in shares.items() if device != "cpu"}
+    on_devices: dict[torch.device, Pool] = {device: OnDevice(amount, device) for device, amount in amounts.items()}
     share = shares.get("cpu")
-    return None if share is None else as_budget(share, available_bytes()), on_devices
+    return None if share is None else as_budget(share), on_devices
 
 
 def _accelerator(device: int | str) -> torch.device:
@@ -342,7 +327,7 @@ def _accelerator(device: int | str) -> torch.device:
 def _window_of(window: Amount | bool) -> int | None:
     if isinstance(window, bool):
         return None if window else 0
-    return as_budget(window, available_bytes())
+    return as_budget(window)
 
 
 def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None:

@@ -148,7 +148,7 @@ class MetaTensorError(OffloadError, RuntimeError):
 
 
 class JournalError(OffloadError, ValueError):
-    """A run over a folder's values that can't be started or resumed."""
+    """A run that writes a checkpoint, and can't be started or resumed."""
 
 
 class MapError(OffloadError, RuntimeError):

@@ -3,9 +3,8 @@
 The command `offload` imports torch only once it knows what to do.
 
 Always true:
-- a program that imports `offload` has all of it at once, and nothing is shown
+- a program that imports `offload` has all of it at once
 - the command reads its line, and answers `--help`, with the standard library and two small packages
-- a terminal shows that torch is being imported, in a line that is erased before anything else is printed
 - torch's threads wait for one another for a short time in the command: a token beside other programs takes a tenth of
   the time (`tutorials/explanation/performance.md`); a program that imports `offload` decides that itself
 - no other module looks into `sys.modules`, where a library is from the moment that a thread begins to import it
@@ -32,12 +31,7 @@ def library() -> None:
         return
     if "OMP_WAIT_POLICY" not in os.environ:  # it is read when torch is loaded
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
-    show = sys.stderr.write if _is_seen() else len
-    try:
-        show("importing torch")
-        importlib.reload(package)
-    finally:
-        show("\r\x1b[K")
+    importlib.reload(package)
 
 
 def imported(module: str, name: str) -> Any:
@@ -53,9 +47,3 @@ def version() -> str:
 def _is_command() -> bool:
     is_module = sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].partition(".")[0] == _PACKAGE
     return is_module or os.path.basename("".join(sys.argv[:1])) == _PACKAGE
-
-
-def _is_seen() -> bool:
-    """Whether both streams go to a terminal that can erase a line, and belong to the command."""
-    can_erase = os.environ.get("TERM") not in (None, "dumb", "unknown")
-    return _is_command() and can_erase and all(one and one.isatty() for one in (sys.stdout, sys.stderr))

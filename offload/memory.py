@@ -18,13 +18,11 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from offload.errors import ArgumentError
 
-_UNREADABLE = (OSError, psutil.Error)  # no `/proc`, or a failing one
 _SIZES = Path("/proc/self/statm")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -43,13 +41,13 @@ _UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with the largest number of who
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process not backed by files; without `/proc`, the most resident memory that it has had.
+    """Memory of this process not backed by files; if that can't be read, the most resident memory that it has had.
 
     Source: proc_pid_statm(5). psutil looks for the process by its number: some sandboxes have another one in `/proc`.
     """
     try:
         _, resident, shared, *_ = map(int, _SIZES.read_text(encoding="ascii").split())
-    except (OSError, ValueError):
+    except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return (resident - shared) * resource.getpagesize()
 
@@ -58,63 +56,40 @@ def available_bytes() -> int:
     """Memory that this process can use without swapping, in its cgroup; of one of several ranks here, its share."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(said), 1) if said.isdecimal() else 1
-    free, in_cgroup = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_available(ranks=ranks)
-    return free if in_cgroup is None else min(free, in_cgroup)
+    free, in_cgroup = int(psutil.virtual_memory().available), cgroup_available()
+    return (free if in_cgroup is None else min(free, in_cgroup)) // ranks
 
 
 def total_bytes() -> int:
-    return _of_system("total", "SC_PHYS_PAGES")
+    return int(psutil.virtual_memory().total)
 
 
-def _of_system(field: str, pages: str) -> int:
-    """A figure of `psutil`; without `/proc`, which it reads, the system's own count of pages."""
-    try:
-        return int(getattr(psutil.virtual_memory(), field))
-    except _UNREADABLE:
-        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-def as_bytes(amount: int | float | str, whole: int) -> int:
-    """A number of bytes: an int, "8GiB", "500MB" or "4096", or a fraction of `whole`; else an `ArgumentError`."""
-    if isinstance(amount, float) and amount == 1:
-        raise ArgumentError("1.0 may mean all of the memory, or one byte: give 1 for a byte, or a fraction below 1")
-    return _in_bytes(amount, whole)
-
-
-def as_budget(amount: int | float | str, whole: int) -> int:
-    """Like `as_bytes`, for a budget: 1.0 means all, and less than 1 MiB is an error unless 0 or a fraction."""
-    nbytes = _in_bytes(amount, whole)
-    if 0 < nbytes < _LEAST_BUDGET and not isinstance(amount, float):
-        number, unit = _AMOUNT.fullmatch(str(amount)).groups()  # type: ignore[union-attr]
-        meant = f"{number}{'MiB' if unit or nbytes >= 1024 else 'GiB'}"
-        raise ArgumentError(
-            f"{amount!r} is less than 1 MiB, and no value fits into it: {meant!r} was probably meant. Give 1MiB or "
-            "more, a fraction of the memory (0.5; 1.0 for all), or 0 to keep nothing"
-        )
+def as_budget(amount: int | str) -> int:
+    """Like `as_bytes`, for a budget: less than 1 MiB is an error unless 0."""
+    nbytes = as_bytes(amount)
+    if 0 < nbytes < _LEAST_BUDGET:
+        raise ArgumentError(f"{amount!r} is less than 1 MiB: give more, such as '8GiB', or 0 to keep nothing")
     return nbytes
 
 
-def _in_bytes(amount: Any, whole: int) -> int:
-    if isinstance(amount, float) and 0 <= amount <= 1:
-        return int(amount * whole)
-    with suppress(TypeError):
-        if not isinstance(amount, bool) and operator.index(amount) >= 0:
-            return operator.index(amount)
+def as_bytes(amount: int | str) -> int:
+    """A number of bytes: an int, "8GiB", "500MB" or "4096"; else an `ArgumentError`."""
+    if not isinstance(amount, bool | str):
+        with suppress(TypeError):
+            if (nbytes := operator.index(amount)) >= 0:
+                return nbytes
     found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
     number, unit = found.groups() if found else ("", "")
     if not found or ("." in number and not unit) or len(number) > _MOST_DIGITS:
-        raise ArgumentError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
+        raise ArgumentError(f"{amount!r} is not an amount of memory: use bytes (4096) or '8GiB'")
     return int(float(number) * _UNITS[unit.lower()]) if "." in number else int(number) * _UNITS[unit.lower()]
 
 
-def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
+def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:
     """What the tightest limit of this process's cgroups still allows, with the page cache; None without one."""
-    every = [
-        available if ranks == 1 or _is_alone_in(folder) else available // ranks
-        for folder in _memory_cgroups(own, mounted)
-        if (available := _available_in(folder)) is not None
-    ]
-    return max(min(every), 0) if every else None
+    limits = map(_available_in, _memory_cgroups(own, mounted))
+    tightest = min((available for available in limits if available is not None), default=None)
+    return None if tightest is None else max(tightest, 0)
 
 
 def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
@@ -139,20 +114,6 @@ def _available_in(folder: Path) -> int | None:
             if most < _UNLIMITED:
                 return most - int((folder / usage).read_bytes()) + _cached_in(folder)
     return None
-
-
-def _is_alone_in(folder: Path) -> bool:
-    """Whether a cgroup, with its children, contains only this process and its descendants."""
-    try:
-        found = {int(pid) for path in folder.rglob("cgroup.procs") for pid in path.read_bytes().split()}
-    except OSError:
-        return False
-    others = found - {os.getpid()}
-    try:
-        ours = {one.pid for one in psutil.Process().children(recursive=True)} if others else set()
-        return others < found and others <= ours
-    except _UNREADABLE:
-        return False
 
 
 def _cached_in(folder: Path) -> int:

@@ -27,14 +27,14 @@ from torch.nn.utils import parametrize
 from offload.errors import UnsupportedTorchError
 from offload.importing import imported
 
-TESTED = ("2.11", "2.13", "2.14", "2.15")  # releases that tests were run with, oldest first
+_TESTED = ("2.11", "2.13", "2.14", "2.15")  # releases that tests were run with, oldest first
 _T = TypeVar("_T")
 
 
 def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
     return UnsupportedTorchError(
         f"{feature} does not work with torch {torch.__version__} ({why}): install a release that it is tested with, "
-        f"torch {' or '.join(TESTED)}"
+        f"torch {' or '.join(_TESTED)}"
     )
 
 
@@ -218,7 +218,6 @@ CLASSES_OF_TENSORS = _for(_PICKLED, lambda: torch._tensor_classes)  # torch.Floa
 rebuild_from_type = _for(_PICKLED, lambda: torch._tensor._rebuild_from_type_v2)
 
 _TENSORDICT = "opening a folder of tensordict's"
-active_fake_mode = _for(_TENSORDICT, lambda: torch._guards.active_fake_mode)
 FakeTensorMode: Any = _for(_TENSORDICT, lambda: torch._subclasses.FakeTensorMode)
 
 tensor_text: Any = _for("printing an offloaded tensor", lambda: torch._tensor_str._str)  # as repr

@@ -18,7 +18,7 @@ from typing import Any
 
 from offload.errors import UnsupportedTransformersError
 
-TESTED = ("5.17", "5.24")  # the oldest and the newest release with which all tests were run
+_TESTED = ("5.17", "5.24")  # the oldest and the newest release with which all tests were run
 
 _MODULES = {
     "activations": "SiLUActivation",
@@ -27,7 +27,6 @@ _MODULES = {
     "core_model_loading": (
         "PrefixChange WeightConverter WeightRenaming dot_natural_key rename_source_key revert_weight_conversion"
     ),
-    "dynamic_module_utils": "custom_object_save",
     "integrations.gguf": (
         "GGUF_CONFIG_ARCHS get_gguf_config get_gguf_conversion_mapping is_gguf_arch_supported read_gguf_metadata"
     ),
@@ -64,7 +63,7 @@ def _unsupported(name: str, why: object) -> UnsupportedTransformersError:
 
     return UnsupportedTransformersError(
         f"transformers {__version__} has no {name} ({why}): install a release that is tested, "
-        f"transformers {TESTED[0]} to {TESTED[-1]}"
+        f"transformers {_TESTED[0]} to {_TESTED[-1]}"
     )
 
 

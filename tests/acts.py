@@ -165,7 +165,7 @@ OPS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def replaces(*, resume: bool | str) -> Callable[[Any], object]:
+def replaces(*, resume: str | None) -> Callable[[Any], object]:
     return lambda w: offload.map_values(lambda name, value: NEW, {"w": w}, resume=resume, progress=False)
 
 
@@ -205,7 +205,7 @@ VALUES = {
     "copy_, referenced": Act(referenced, on(flushed), own_or_in_place, W),
     "copy_ and flush": Act(stored, on(flushed), old_or_new, W, crashes=MAPPED),
     "map_values, of a tensor": Act(stored, on(replaces(resume="new")), old_or_new, crashes=MAPPED),
-    "map_values, private": Act(private, on(replaces(resume=False)), old_or_new, crashes=TOGETHER),
+    "map_values, private": Act(private, on(replaces(resume=None)), old_or_new, crashes=TOGETHER),
     "inference mode": Act(stored, in_inference_mode, old_or_new, crashes=TOGETHER),
     "meta device": Act(stored, in_a_fake_mode, old_or_new, crashes=TOGETHER),
     "backward": Act(stored, backward, old_or_new, crashes=TOGETHER),
@@ -319,10 +319,10 @@ def nothing_or_whole(folder: Path) -> None:
         assert not place.exists() or values_in(place) == {"w": OLD.tolist(), "v": NEW.tolist()}
 
 
-def resumed(folder: Path, *, resume: bool = True) -> list[str]:
+def resumed(folder: Path) -> list[str]:
     """What is in the new folder, which is written after a value in that of the run."""
     if not (folder / "new").exists():
-        with resumable_folder(folder / "new", {"source": "a", "size": 3}, resume=resume) as work:
+        with resumable_folder(folder / "new", {"source": "a", "size": 3}) as work:
             if not (work / "value").exists():
                 put_file(work / "value", b"1")
             with replacing_folder(folder / "new") as made:
@@ -371,9 +371,6 @@ MODELS = {
     "save_checkpoint, shards over shards": Act(saved_in_shards, saves(100), one_or_the_other, changes=RANDOM),
     "map_values": Act(numbers, mapped_once, each_is_once_or_twice),
     "convert_checkpoint": Act(checkpoint, lambda at: converted(at, dtype=torch.float64), nothing_or_whole),
-    "convert_checkpoint, to values": Act(
-        checkpoint, lambda at: converted(at, to_offload_folder=True), nothing_or_whole
-    ),
     "resumable_folder": Act(same, resumed, run_is_whole_or_not_there),
     "reads from the disk": Act(large, read_cold, crashes=TOGETHER),
 }

@@ -157,7 +157,7 @@ def delayed_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bfloat16 with tied embeddings, in several safetensors shards."""
-    from offload.planning.check import tiny_checkpoint
+    from tests.tiny import tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("llama")
     return tiny_checkpoint(folder, num_hidden_layers=3, tie_word_embeddings=True, dtype="bfloat16")

@@ -10,37 +10,25 @@ from offload.errors import ArgumentError
 from offload.memory import as_budget, as_bytes
 from offload.prefetch.engine import POOL
 
-WHOLE = 10_000_000
-
 
 @pytest.mark.parametrize(
     ("amount", "expected"),
     [
         *((0, 0), (1, 1), (np.int64(4096), 4096), ("4096", 4096), ("12B", 12), (" 1.5 KiB ", 1536), (2**70, 2**70)),
-        *(("3gb", 3_000_000_000), (0.0, 0), (0.5, WHOLE // 2), (np.float64(0.5), WHOLE // 2)),
+        ("3gb", 3_000_000_000),
     ],
 )
-def test_an_amount_is_bytes_text_or_a_fraction(amount, expected):
-    assert as_bytes(amount, WHOLE) == expected
+def test_an_amount_is_bytes_or_text(amount, expected):
+    assert as_bytes(amount) == expected
 
 
 @pytest.mark.parametrize("parse", [as_bytes, as_budget])
 @pytest.mark.parametrize(
-    "amount", ["many", "", "0.5", "8G", "-1GiB", -1, 1.5, -0.5, float("nan"), float("inf"), True, None, [1], "9" * 400]
+    "amount", ["many", "", "0.5", "8G", "-1GiB", -1, 0.0, 0.5, 1.5, float("nan"), True, None, [1], "9" * 400]
 )
 def test_invalid_amounts_are_refused(parse, amount):
     with pytest.raises(ArgumentError, match="is not an amount of memory"):
-        parse(amount, WHOLE)
-
-
-def test_the_integer_1_and_the_fraction_1_0_are_not_confused():
-    """They would differ by all of the memory."""
-    assert as_bytes(1, WHOLE) == 1
-    with pytest.raises(ArgumentError, match=r"1\.0 may mean all of the memory, or one byte"):
-        as_bytes(1.0, WHOLE)
-    assert as_budget(1.0, WHOLE) == WHOLE
-    with pytest.raises(ArgumentError, match=r"1 is less than 1 MiB.*'1GiB' was probably meant"):
-        as_budget(1, WHOLE)
+        parse(amount)
 
 
 BUDGETS = {
@@ -52,21 +40,18 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("amount", "meant"),
-    [(8, "8GiB"), ("8", "8GiB"), ("512KiB", "512MiB"), ("0.5KB", "0.5MiB"), (1_048_575, "1048575MiB")],
-)
+@pytest.mark.parametrize("amount", [1, "8", "512KiB", 1_048_575])
 @pytest.mark.parametrize("way", BUDGETS)
-def test_a_budget_of_a_few_bytes_is_refused_with_a_suggestion(way, amount, meant):
+def test_a_budget_of_a_few_bytes_is_refused(way, amount):
     before = POOL.max_memory, POOL.window
 
-    with pytest.raises(ArgumentError, match=f"{meant!r} was probably meant"):
+    with pytest.raises(ArgumentError, match=f"{amount!r} is less than 1 MiB"):
         BUDGETS[way](amount)
 
     assert (POOL.max_memory, POOL.window) == before
 
 
-@pytest.mark.parametrize("amount", [0, "0", 0.0, 1 << 20, "1MiB"])
+@pytest.mark.parametrize("amount", [0, "0", 1 << 20, "1MiB"])
 def test_a_budget_of_zero_and_a_small_one_are_accepted(amount):
     with offload.set_max_memory(amount), offload.budget.set_read_ahead(amount):
         assert POOL.max_memory in (0, 1 << 20)
@@ -95,9 +80,8 @@ def kept(min_bytes):
 
 
 @pytest.mark.parametrize("way", [made, saved, kept])
-@pytest.mark.parametrize(("amount", "is_on_disk"), [(1, True), ("1KiB", True), (0.5, False), ("1GiB", False)])
+@pytest.mark.parametrize(("amount", "is_on_disk"), [(1, True), ("1KiB", True), ("1GiB", False)])
 def test_min_bytes_means_the_same_everywhere(way, amount, is_on_disk):
-    """Half of the memory is more than a few kilobytes; 1.0 could be a byte, or all of it."""
     assert way(amount) is is_on_disk
     with pytest.raises(ArgumentError):
-        way(1.0)
+        way(0.5)

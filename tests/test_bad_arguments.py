@@ -207,7 +207,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "convert(source)": lambda bad: convert_checkpoint(bad, "out"),
     "convert(target)": lambda bad: convert_checkpoint("ok.safetensors", bad),
     "convert(max_shard_size)": lambda bad: convert_checkpoint("ok.safetensors", "out", max_shard_size=bad),
-    "convert(to_offload_folder)": lambda bad: convert_checkpoint("ok.safetensors", bad, to_offload_folder=True),
     "from_pretrained(name)": lambda bad: pretrained(bad),
     "from_pretrained(device_map)": lambda bad: pretrained("llama", device_map=bad),
     "from_pretrained(offload_dir)": lambda bad: pretrained("llama", offload_dir=bad),

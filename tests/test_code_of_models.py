@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
 
 def requests_beside(folder: Path) -> Path:
     path = folder.with_name("requests.jsonl")
-    path.write_text(json.dumps({"custom_id": "1", "prompt": "x"}) + "\n")
+    path.write_text(json.dumps({"custom_id": "1", "body": {"prompt": "x"}}) + "\n")
     return path
 
 

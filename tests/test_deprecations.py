@@ -40,21 +40,19 @@ WAYS = {
     for _ in range(2):
         model.generate(text, prompt_cache=out + "/prompts", **options)
     prompts = offload.generation.PromptCache(out + "/prompts")
-    past = prompts.past_for(model, text)
-    past.layers[0].keys, past.layers[0].values
     prompts.generate(model, text, prompt_lookup_num_tokens=3, **options)""",
     "keys and values on disk": """
     from offload.transformers_api import cache_option
     model.generate(text, **{cache_option(): offload.integrations.kv_cache(model)}, **options)""",
     "batches": "list(offload.map_batches(lambda one: model.generate(one, **options), [text, text], model))",
-    "plan": "assert 0 == main(['plan', folder + '/model', '--disk-rate', '1GB', '--context', '10000000'])",
+    "plan": "assert 0 == main(['plan', folder + '/model', '--disk-rate', '1GB'])",
     "batch": "assert 0 == main(['batch', folder + '/model', folder + '/in', out + '/out', '--max-new-tokens', '2'])",
     "answers of the server, with the prompt's scores": """
     from transformers import AutoTokenizer
     from offload.generation import answering, chat
     answering._SCORED_BYTES = 1  # in several pieces
     told = []
-    prompt = chat.Prompt(text[0].tolist(), 2, starts=range(130))
+    prompt = chat.Prompt(text[0].tolist(), 2)
     job = answering.Job(prompt, told.append, {"temperature": 0}, top=2, echo=True)
     tokenizer = AutoTokenizer.from_pretrained(folder + "/model")
     with torch.no_grad():

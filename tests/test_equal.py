@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import offload
-from offload.planning.check import tiny_checkpoint
 from tests.equal import assert_equal, is_equal
+from tests.tiny import tiny_checkpoint
 
 NAN, OTHER_NAN = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
 

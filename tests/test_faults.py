@@ -95,7 +95,7 @@ def test_a_file_that_the_kernel_does_not_copy_goes_through_memory(code, tmp_path
     ("act", "fails", "told"),
     [
         (lambda w: w.update_values(torch.zeros(4)), "os.pwrite", "take another offload_dir"),
-        (lambda w: offload.map_values(lambda _, one: one * 2, {"w": w}), "os.pwrite", "take another folder"),
+        (lambda w: offload.map_values(lambda _, one: one * 2, {"w": w}), "os.pwrite", "take another offload_dir"),
         (lambda w: offload.load_file(w.offload_dir)["w"].add_(1), "os.open", "write to another folder"),
     ],
 )

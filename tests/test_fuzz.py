@@ -7,8 +7,8 @@ import pytest
 from tests.fuzz import mutations
 from tests.processes import run_module, run_script
 
-COMPARED = ("safetensors", "pickle", "legacy")
-KINDS = (*COMPARED, "folder", "index", "cache", "tree", "training", "journal", "memmap")
+COMPARED = ("safetensors", "pickle")
+KINDS = (*COMPARED, "folder", "index", "cache", "tree", "training", "memmap")
 
 HEAD = ["tried", "equal", "read", "refused", "failed"]
 

@@ -56,7 +56,6 @@ GUESTS = {
     "generation.past": {"transformers"},
     "models.device_map": {"accelerate"},
     "checkpoints.writing": {"huggingface_hub"},
-    "planning.check": {"transformers"},
     "kernels.packed": {"gguf"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},
@@ -72,7 +71,7 @@ PUBLIC = """
 
 IN_MODULES = {
     "budget": ["evict", "keep_resident", "set_read_ahead"],
-    "generation": ["PromptCache", "draft_summary"],
+    "generation": ["PromptCache"],
     "integrations": ["cache_from", "kv_cache", "tensordict"],
     "training": ["load_training", "offload_activations", "offload_optimizer", "save_training"],
 }
@@ -239,9 +238,9 @@ def test_a_module_has_at_most_some_700_lines():
 
 # Lines, with blank ones and docstrings. They only go down: a new mechanism names the one that it replaces.
 MOST_LINES = {
-    ("offload", "py"): 39_380,  # on the way to 36,000, and then to 32,000
+    ("offload", "py"): 36_000,  # on the way to 32,000
     ("offload", "[ch]"): 3_400,
-    ("tests", "py"): 53_850,  # on the way to 52,000
+    ("tests", "py"): 51_200,
     ("bench", "py"): 8_850,
 }
 
@@ -253,13 +252,10 @@ def test_the_lines_of_a_folder_stay_within_their_budget(folder, kind):
     assert 1_000 < count <= MOST_LINES[folder, kind]
 
 
-TWICE = {"Engine", "Form", "Place"}  # to be renamed: nothing is added here
-
-
 def test_a_class_name_stands_for_one_class():
     names = Counter(node.name for path in MODULES for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef))
 
-    assert {name for name, count in names.items() if count > 1} == TWICE
+    assert [] == [name for name, count in names.items() if count > 1]
 
 
 PAGES = [

@@ -25,8 +25,6 @@ def trees() -> Trees:
 OF_OTHERS = {
     ("offload.cache.incoming", "_fields"): "a named tuple's",
     ("offload.generation.chat", "_exit"): "a forked child's",
-    ("offload.cli.main", "_SubParsersAction"): "argparse's",
-    ("offload.cli.main", "_actions"): "argparse's",
     ("offload.integrations.tensordict", "_tensordict"): "a tensorclass's",
     ("offload.system.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.system.locks", "_is_owned"): "a lock's, for an interrupt",
@@ -54,8 +52,9 @@ STATE = {
         cache.columns._empty_head cache.columns._start checkpoints.forms.decoding._tried
         checkpoints.forms.numbers._pairs_of_halves checkpoints.forms.numbers._powers kernels.accelerated._table
         kernels.packed._codebook offloading.made._way_of storage.layout.contiguous tensor.blocks._is_decoded
-        tensor.deferred._meta_of_many tensor.replacing._unread tensor.rules._returned_arguments
-        tensor.rules.is_composite tensor.rules.written_arguments tensor.views.meta_of_layout
+        tensor.blocks._on_any_device tensor.deferred._meta_of_many tensor.replacing._unread
+        tensor.rules._returned_arguments tensor.rules.is_composite tensor.rules.written_arguments
+        tensor.views.meta_of_layout
     """,
     "calls that are under way": "generation.alike._AT_WORK models.pretrained._LOADINGS",
     "known of a model, a module or a file for as long as that lives": """

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.cli import main
 from offload.errors import ArgumentError, DeviceError
-from offload.planning.check import tiny_checkpoint
 from tests.acts import ACTS, meeting, new_folder
 from tests.acts_of_neighbours import inputs_in
 from tests.crashes import INTERRUPT
+from tests.tiny import tiny_checkpoint
 
 _NAMES_A_KIND = {"current_accelerator", "is_available", "device_count"}  # the only ones that do not need the driver
 
@@ -69,7 +69,7 @@ COMMANDS: dict[str, list[str]] = {
 def test_every_command_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(inputs_in(tmp_path))
     Path("new folder").mkdir()
-    code = main(["--traceback", *COMMANDS[name]])
+    code = main([*COMMANDS[name], "--traceback"])
 
     assert (0, "") == (code, "".join(line for line in capsys.readouterr().err.split("\n") if "NVIDIA" in line))
 

@@ -84,12 +84,11 @@ COMMANDS: dict[str, list[str]] = {
     "inspect --json": ["inspect", "--json", "model.safetensors"],
     "verify": ["verify", "broken"],
     "verify --json": ["verify", "--json", "broken"],
-    "cache info": ["cache", "info", "cache"],
-    "cache verify": ["cache", "verify", "cache"],
+    "cache": ["cache", "cache"],
     "an error": ["inspect", "broken"],
-    "an error --json": ["cache", "info", "--json", "broken"],
+    "an error --json": ["cache", "--json", "broken"],
     "plan": ["plan", "broken"],
-    "a log": ["-vv", "convert", "model.safetensors", "new", "--to", "offload"],
+    "a log": ["convert", "-vv", "model.safetensors", "new"],
 }
 
 

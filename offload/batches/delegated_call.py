@@ -14,12 +14,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from offload.annotations import Args
 from offload.batches.states import ThreadState, is_bare, kernels
 from offload.importing import imported
 from offload.torch_api import is_compiled, not_compiled, usable_accelerator
@@ -62,7 +60,7 @@ class DelegatedCall:
 
 
 class Forward:
-    """A module's forward. In a copy of the module, or an unpickled one, it is the plain one."""
+    """A module's forward, while batches pass it."""
 
     def __init__(self, module: nn.Module, delegate: Callable[..., DelegatedCall | None]) -> None:
         """`delegate` is given the call, None if it is to be compiled, and its arguments; returns it if it was made."""
@@ -83,6 +81,3 @@ class Forward:
         """Leave the module its class's, unless somebody has given it another."""
         if vars(self._module).get("forward") is self:
             del vars(self._module)["forward"]
-
-    def __reduce__(self) -> tuple[Callable[..., Any], Args]:
-        return getattr, (self._module, "forward")  # which has none of its own yet

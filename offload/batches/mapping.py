@@ -55,9 +55,9 @@ def map_batches(
     default dtype and device, the accelerator's stream, modes, context variables. Each batch has random numbers of its
     own: they follow from the caller's generator and the batch's number, whatever is in flight. `fn` must not wait for
     another batch, nor call the model while it holds a lock that another batch, or the model, needs. Python's and
-    numpy's random numbers, and everything else that a process has once, are shared. What `fn` keeps in a
-    `threading.local` may be found by a later batch, whose thread may be the same; blocks may not find it: where there
-    is no accelerator, no gradients are recorded and no modes are active, they compute in the iterating thread.
+    numpy's random numbers, and everything else that a process has once, are shared. Blocks may not find what `fn` keeps
+    in a `threading.local`: where there is no accelerator, no gradients are recorded and no modes are active, they
+    compute in the iterating thread.
 
     Inside torch.func's transforms and forward-mode differentiation batches do not wait for one another: what `fn` does
     there has the model to itself.
@@ -80,8 +80,8 @@ def map_batches(
 
     Returns:
         An iterator over the results. When it is closed, every batch is stopped: its `fn` meets an exception that
-        `except Exception` lets pass. If it catches that, too, and goes on, it is left to itself after ten seconds, or
-        at a second interrupt.
+        `except Exception` lets pass. If it catches that, too, and goes on, another interrupt leaves it to itself. The
+        model can't be copied, nor pickled, before that.
 
     Raises:
         TypeError, ValueError: not a function, not a model, not a count.

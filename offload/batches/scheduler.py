@@ -12,15 +12,12 @@ Always true:
 - a block whose experts are computed for several calls ends for the last one first, unless it has hooks inside, which
   would see that
 - memory that several tensors of a waiting call share counts once
-- a call that is stopped leaves its function at the next stage, with an exception that `except Exception` lets pass;
-  a function that catches it nevertheless and goes on is not waited for, beyond a while
-- threads are listed before they begin, calls before their threads run them, and hooks before they are put on: an
-  interrupt leaves none of them
+- a call that is stopped leaves its function at the next stage, with an exception that `except Exception` lets pass
+- calls are listed before their threads begin, and hooks before they are put on: an interrupt leaves none of them
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,13 +32,14 @@ from torch import nn
 from offload.annotations import Args, Kwargs
 from offload.batches.delegated_call import DelegatedCall, Forward
 from offload.batches.gathering import Gathering
-from offload.batches.states import Settings, Thread, ThreadState
+from offload.batches.states import Settings, ThreadState
 from offload.importing import imported
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.order import Lease
 from offload.prefetch.scratch import release_scratch
 from offload.storage.handle import Handle
+from offload.system.background import Worker
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.experts import gathered_by
 from offload.torch_api import (
@@ -55,11 +53,9 @@ from offload.torch_api import (
 )
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
-_PATIENCE = 10.0  # seconds that a function has to end after it was told to
 _LOOK = 0.1  # seconds between looks, as an interrupt just before a wait would not end it
 _DEPTH = 4  # nesting depth of objects that are searched for tensors
 _DEPTH_OF_CACHES = 6  # including the layers of KV caches
-_log = logging.getLogger("offload.batches")
 
 
 class Stopped(BaseException):
@@ -69,9 +65,10 @@ class Stopped(BaseException):
 class Call:
     """A batch's function call in a thread of its own; `place` is where it waits, None before it starts and after."""
 
-    def __init__(self, scheduler: Scheduler, number: int, settings: Settings, thread: Thread) -> None:
+    def __init__(
+        self, scheduler: Scheduler, number: int, fn: Callable[[], object], state: ThreadState, settings: Settings
+    ) -> None:
         self.scheduler = scheduler
-        self.thread = thread
         self.number = number
         self.place: int | None = None
         self.has_ended = False
@@ -81,14 +78,11 @@ class Call:
         self._first, self._settings = settings, settings
         self._delegated: DelegatedCall | None = None
         self.is_computing = False
-        self._is_stopped = self._was_told = False
+        self._is_stopped = False
         # One C call each, which an interrupt can't split.
         self._turn: SimpleQueue[None] = SimpleQueue()
         self._back: SimpleQueue[bool] = SimpleQueue()  # whether it is still its turn, and it delegates a call
-
-    def begin(self, fn: Callable[[], object], state: ThreadState) -> None:
-        """Have its thread wait for the first turn of `fn`."""
-        self.thread.give(partial(self._run, fn, state), f"offload-batch-{self.number}")
+        self.thread = Worker(partial(self._run, fn, state), f"offload-batch-{number}")
 
     @property
     def has_drawn(self) -> bool:
@@ -129,29 +123,15 @@ class Call:
             callers.apply()
 
     def stop(self) -> None:
-        """End it, and wait for that; but only for a while once its function was told, and not after an interrupt."""
-        self._end()
-        waited = 0.0
-        try:
-            while self.thread.is_running and not self.thread.is_left:
-                self.thread.join(_LOOK)
-                waited += _LOOK if self._was_told else 0.0
-                self.thread.is_left = waited >= _PATIENCE and self.thread.is_running
-                if self.thread.is_left:
-                    _log.warning("the function of batch %d does not end: it is left to itself", self.number)
-        except BaseException:
-            self.thread.is_left = True
-            raise
+        """End it, and wait for that."""
+        self.leave()
+        while self.thread.is_running:
+            self.thread.join(_LOOK)
 
     def leave(self) -> None:
-        """End it and its thread, without waiting."""
-        self.thread.is_left = True
-        self._end()
-
-    def _end(self) -> None:
+        """End it, without waiting."""
         self._is_stopped = True
         self._turn.put(None)
-        self.thread.end()
 
     def _run_delegated(self) -> None:
         delegated, self._delegated = self._delegated, None
@@ -188,7 +168,6 @@ class Call:
 
     def _refuse_stopped(self) -> None:
         if self._is_stopped:
-            self._was_told = True
             raise Stopped
 
     def _run(self, fn: Callable[[], object], state: ThreadState) -> None:
@@ -204,7 +183,6 @@ class Call:
             self.error = error
         finally:
             del fn
-            self.thread.check()
             self.has_ended = True
             self._back.put(False)
 
@@ -220,8 +198,6 @@ class Scheduler:
         self._at = 0
         self._calls: list[Call] = []
         self.gathering = Gathering(self._compute_next, self._are_others_due)
-        self._threads: list[Thread] = []  # all that were begun
-        self._idle: list[Thread] = []  # of calls that have ended
         self._least = anonymous_bytes()  # since freed memory was last returned
         self.lease: Lease
 
@@ -234,9 +210,9 @@ class Scheduler:
     ) -> Call:
         """A new call, run up to its first stage or its end; `alone` unless others will be in progress beside it."""
         self.lease.keeps_results = not alone
-        call = Call(self, number, settings, self._thread())
+        call = Call(self, number, fn, state, settings)
         self._calls.append(call)
-        call.begin(fn, state)
+        call.thread.begin()
         self._carry(call)
         return call
 
@@ -277,6 +253,7 @@ class Scheduler:
         except BaseException:
             for call in calls:
                 call.leave()
+            self._calls = [call for call in self._calls if call not in calls]
             raise
 
     def _distance(self, call: Call) -> tuple[int, int]:
@@ -286,32 +263,14 @@ class Scheduler:
     def _carry(self, call: Call) -> None:
         call.go_on()
         if call.has_ended:
+            call.thread.join()
             self._calls.remove(call)
-            self._idle.append(call.thread)
         grown = anonymous_bytes() - self._least
         if grown > _MUCH:  # glibc keeps freed memory per thread, while other threads allocate more
             return_freed()
             self._least = anonymous_bytes()
         else:
             self._least += min(grown, 0)
-
-    def _thread(self) -> Thread:
-        while self._idle:
-            thread = self._idle.pop()
-            if thread.is_as_new:
-                return thread
-            thread.end()
-        thread = Thread()
-        self._threads.append(thread)
-        thread.begin()
-        return thread
-
-    def _end_threads(self) -> None:
-        for thread in self._threads:
-            thread.end()
-        for thread in self._threads:
-            if not thread.is_left:
-                thread.join()
 
     # In the threads of calls
 
@@ -339,7 +298,7 @@ class Scheduler:
                 module.register_forward_hook(after)
             yield
         finally:
-            undo += [self._end_threads, self.stop]  # last: what calls do as they end still happens inside
+            undo.append(self.stop)  # last: what calls do as they end still happens inside
             try:
                 _carry_out(undo)
             except BaseException:  # an interrupt: what it met is carried out again, and then the rest
@@ -391,17 +350,13 @@ class Scheduler:
 
 
 class _Hook:
-    """A module hook. In a copy of the module, or an unpickled one, it does nothing."""
+    """A module hook; kept prompts know it by its class."""
 
-    def __init__(self, act: Callable[..., None] | None = None) -> None:
+    def __init__(self, act: Callable[..., None]) -> None:
         self._act = act
 
     def __call__(self, *given: object) -> None:
-        if self._act is not None:
-            self._act(*given)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+        self._act(*given)
 
 
 def _carry_out(undo: list[Callable[[], object]]) -> None:

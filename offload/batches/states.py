@@ -14,14 +14,12 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
 from offload.annotations import Args
 from offload.errors import UnsupportedOpError
-from offload.system.background import Worker
 from offload.system.modes import autograd_mode, no_functions, no_modes
 from offload.torch_api import (
     dispatch_modes,
@@ -84,39 +82,6 @@ class ThreadState:
             if self._saved is not None:
                 push_saved_tensors_hooks(*self._saved)
             return fn()
-
-
-class Thread(Worker):
-    """A thread that runs tasks; `is_left` if one does not end. Listed before it starts: no interrupt can lose it."""
-
-    def __init__(self) -> None:
-        self.is_left = False
-        self._is_bare = True
-        self._kernels = kernels()
-        self._acts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        super().__init__(self._run_acts, "offload-batch")
-
-    @property
-    def is_as_new(self) -> bool:
-        """Whether no mode or hook is left in it, and kernels have the caller's threads and denormal numbers in it."""
-        return self._is_bare and kernels() == self._kernels
-
-    def give(self, act: Callable[[], None], name: str) -> None:
-        self.name = name
-        self._acts.put(act)
-
-    def end(self) -> None:
-        """End it after the current task, without waiting."""
-        self._acts.put(None)
-
-    def check(self) -> None:
-        """Check what was left in it; called in this thread."""
-        self._is_bare, self._kernels = is_bare(), kernels()
-
-    def _run_acts(self) -> None:
-        while (act := self._acts.get()) is not None:
-            act()
-            del act  # with everything it refers to
 
 
 def is_bare() -> bool:

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from offload.cache.indexing import Numbers, Rows
@@ -54,9 +53,7 @@ from offload.storage.write import bytes_of, refuse_foreign
 from offload.system.reasons import reading, writing
 from offload.system.regular import open_regular, read_all
 from offload.tensor.arguments import checked_dense, refuse_unstorable
-from offload.tensor.wrapper import is_offloaded
 
-Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
 _SHAPE = b'"shape": ['  # of a column; inside a name the quotes would be escaped
 _OFFSETS = b'"data_offsets": [0, '
 _ROW_SHAPE = re.compile(rb'\d+((?:, \d+)*)\], "data_offsets"')
@@ -170,7 +167,7 @@ class FixedColumn:
                 f"column {column.name!r} ({self.path}): {count} rows have the shape {wanted}, "
                 f"the values {tuple(tensor.shape)}"
             )
-        rows = self._as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
+        rows = tensor.contiguous().resolve_conj().resolve_neg().view(torch.uint8).view(count, self._row_bytes)
         return rows if positions is None else rows[torch.from_numpy(positions)]
 
     def write(self, rows: Rows, values: torch.Tensor) -> int:
@@ -178,31 +175,9 @@ class FixedColumn:
         self.rowfile.write(rows, values.numpy().reshape(-1).data)
         return self.nbytes(len(rows))
 
-    def read(self, rows: Rows, filled: Filled, out: torch.Tensor | None = None) -> torch.Tensor:
-        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled` (None if all are)."""
-        if out is not None:
-            self._refuse_other(out, (rows.count, *self.column.row_shape))
-        if filled is None:
-            return self.rowfile.read(rows, out)
-        if out is None:
-            shape = (len(rows), *self.column.row_shape)
-            out = torch.empty(shape, dtype=self.column.dtype, device="cpu")
-        part = self.rowfile.read(Rows(rows.numbers[filled]))  # a writer may be cutting off others
-        self._as_bytes(out).zero_()[torch.from_numpy(filled)] = self._as_bytes(part)
-        return out
-
-    def _refuse_other(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-        checked_dense(out, f"out[{self.column.name!r}]")
-        is_here = out.device.type == "cpu" and not (is_offloaded(out) or out.is_conj() or out.is_neg())
-        if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or not is_here:
-            raise ShapeMismatchError(
-                f"column {self.column.name!r}: `out` must be contiguous, on the CPU, {shape} {self.column.dtype}, "
-                f"and is {tuple(out.shape)} {out.dtype}"
-            )
-
-    def _as_bytes(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, bytes per row), over the same memory."""
-        return rows.view(torch.uint8).view(len(rows), self._row_bytes)
+    def read(self, rows: Rows) -> torch.Tensor:
+        """(rows, *row_shape), plain, on the CPU."""
+        return self.rowfile.read(rows)
 
     def nbytes(self, num_rows: int) -> int:
         return num_rows * self._row_bytes
@@ -317,7 +292,7 @@ class HeapColumn:
         if 0 < self._states.length(self._number) <= end:
             return
         for rows in filled:
-            self._refuse_outside(self.index.read(rows, None).numpy(), end)
+            self._refuse_outside(self.index.read(rows).numpy(), end)
         self._states.set_length(self._number, end)
 
     def prepare(self, value: object, count: int, positions: Numbers | None) -> Prepared:
@@ -352,17 +327,9 @@ class HeapColumn:
         index = torch.from_numpy(np.stack([starts, counts], axis=1))
         return len(data) + self.index.write(rows, index.view(torch.uint8))
 
-    def lengths(self, rows: Rows, filled: Filled) -> Numbers:
-        counts: Numbers = self.index.read(rows, filled).numpy()[:, 1]
-        return counts
-
-    def read(self, rows: Rows, filled: Filled, out: torch.Tensor | None = None) -> list[Any] | Ragged:
-        """The rows; those that are not filled are empty. Raises: CorruptFileError."""
-        if out is not None:
-            raise ShapeMismatchError(
-                f"column {self.column.name!r} has rows of different lengths: `out` can't hold them"
-            )
-        index = self.index.read(rows, filled).numpy()
+    def read(self, rows: Rows) -> list[Any] | Ragged:
+        """Raises: CorruptFileError."""
+        index = self.index.read(rows).numpy()
         starts, counts = index[:, 0], index[:, 1]
         self._refuse_outside(index, self._values.size)
         sizes = counts * self._each
@@ -435,7 +402,7 @@ class Ragged:
     counts: Numbers
 
     def formed(self, form: str, padding: complex, top: TopK | None = None) -> Any:
-        """As a list, padded, or as a jagged tensor; of unpacked log-probabilities, a list of pairs, or a pair.
+        """As a list, or padded; of unpacked log-probabilities, a list of pairs, or a pair.
 
         Raises: CacheError (`form` is unknown).
         """
@@ -449,10 +416,7 @@ class Ragged:
             padded = self.values.new_full((len(counts), longest, *self.values.shape[1:]), padding)
             padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
             return padded
-        if form == "jagged":
-            offsets = torch.from_numpy(np.append(0, np.cumsum(self.counts))).to(self.values.device)
-            return torch.nested.nested_tensor_from_jagged(self.values, offsets)
-        raise CacheError(f"unknown ragged={form!r}: use 'list', 'padded' or 'jagged'")
+        raise CacheError(f"unknown ragged={form!r}: use 'list' or 'padded'")
 
 
 def _path(folder: Path, column: Column) -> Path:

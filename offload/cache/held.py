@@ -9,20 +9,16 @@ Always true:
 
 from __future__ import annotations
 
-import errno
-import json
 import os
-import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from offload.cache.indexing import Numbers, Out, Rows
-from offload.cache.rowfile import Descriptors, RowFile
+from offload.cache.indexing import Numbers, Rows
+from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column, Manifest, columns_named, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
@@ -30,24 +26,17 @@ from offload.errors import (
     CacheError,
     ChangedFileError,
     CorruptFileError,
-    ShapeMismatchError,
-    UnsupportedOpError,
 )
 from offload.storage.file import Identity, TensorFile
-from offload.storage.header import VERSION
 from offload.storage.layout import contiguous
-from offload.storage.pickled import NOTES
-from offload.storage.replacing import replacing
-from offload.storage.write import from_blocks, put_values, refuse_foreign
-from offload.system.modes import no_functions, no_modes
+from offload.storage.write import from_blocks, put_values
 from offload.system.reasons import reading
-from offload.tensor.arguments import checked_dense, refuse_unstorable
+from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.views import handle_of, is_part
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handles
 
 _NOTE = "rows"  # the note in a file of ours
-_ROOT = "archive"  # the folder inside a file of torch.save that is given a file object
 
 
 class HeldColumn:
@@ -58,66 +47,36 @@ class HeldColumn:
         if not tensor.dim():
             raise CacheError(f"column {name!r} is a scalar: a column needs a first dimension, for the rows")
         self.tensor = tensor.detach()
-        self._rows: RowFile | torch.Tensor | None = None  # where rows are read from: the file, or its mapping
-        self._of: TensorFile | None = None  # the file that `_rows` belongs to
+        self._open: tuple[RowFile, TensorFile] | None = None
+
+    def open(self) -> None:
+        """Keep its file open from now on, if its rows are one after the other there."""
+        tensor: OffloadedTensor = self.tensor  # type: ignore[assignment]
+        handle = handle_of(tensor)
+        if not is_part(tensor) and handle.layout == contiguous(tensor.dtype, tuple(tensor.shape)):
+            rows = RowFile(handle.path, handle.extent[0], tensor.dtype, tuple(tensor.shape[1:]))
+            self._open = rows, handle.file
 
     def read(self, rows: Rows) -> torch.Tensor:
-        """(rows, *row_shape): on the tensor's device; for a file, on the CPU."""
-        source = self._source()
-        if isinstance(source, RowFile):
-            return source.read(rows)
-        return source[torch.from_numpy(rows.numbers).to(source.device)]
-
-    def whole(self) -> torch.Tensor:
-        """All rows, contiguous, on the CPU; those of a file are mapped. `torch.save` writes them and nothing else."""
-        source = self._source()
-        if isinstance(source, RowFile):
-            return source.whole(len(self.tensor))
-        values = source.cpu().contiguous().resolve_conj().resolve_neg()
-        return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
-
-    def _source(self) -> RowFile | torch.Tensor:
-        if not is_offloaded(self.tensor):
-            return self.tensor
-        handle = handle_of(self.tensor)
-        if handle.owned:
-            handle.base()  # switches to a new file if there is one
-        if self._rows is None or self._of is not handle.file:
-            self.open({})
-        assert self._rows is not None
-        assert self._of is not None
-        if not handle.owned:
-            with reading(self._of.path):
-                now = Identity.of(os.fstat(self._files.fd))
-            if now != self._of.identity:
-                raise ChangedFileError(
-                    f"{self._of.path} has changed since it was opened (size or modification time): its rows can't be "
-                    "trusted any more. Open the cache again."
-                )
-        return self._rows
-
-    def open(self, opened: dict[TensorFile, Descriptors]) -> None:
-        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this is added."""
-        if not is_offloaded(self.tensor):
-            return
-        tensor: OffloadedTensor = self.tensor
-        handle = handle_of(tensor)
-        file = handle.file
-        if file not in opened:
-            opened[file] = Descriptors.reopened(file.descriptor(settled=not handle.owned), file.path)
-        if is_part(tensor) or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
-            self._rows = mapped_value(tensor)
-        else:
-            row_shape = tuple(tensor.shape[1:])
-            self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, row_shape, files=opened[file])
-        self._of, self._files = file, opened[file]
+        """(rows, *row_shape): on the tensor's device; for an open file, on the CPU."""
+        if self._open is None:
+            source = mapped_value(self.tensor) if is_offloaded(self.tensor) else self.tensor
+            return source[torch.from_numpy(rows.numbers).to(source.device)]
+        found, file = self._open
+        with reading(file.path):
+            now = Identity.of(os.fstat(found.fd))
+        if now != file.identity:
+            raise ChangedFileError(
+                f"{file.path} has changed since it was opened (size or modification time): its rows can't be "
+                "trusted any more. Open the cache again."
+            )
+        return found.read(rows)
 
     def __getstate__(self) -> torch.Tensor:
         return self.tensor
 
     def __setstate__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._rows = self._of = None
+        self.tensor, self._open = tensor, None
 
 
 class HeldStore:
@@ -143,9 +102,8 @@ class HeldStore:
         self.schema = schema_of({name: (value.dtype, value.shape[1:]) for name, value in self.tensors.items()})
         self.manifest = Manifest(self.schema, self.num_rows, metadata)
         self.device = next(iter(self.tensors.values())).device
-        opened: dict[TensorFile, Descriptors] = {}
         for column in self._columns.values() if folder else ():
-            column.open(opened)  # stays open, even if the file is replaced
+            column.open()  # stays open, even if the file is replaced
 
     @property
     def place(self) -> str:
@@ -176,22 +134,12 @@ class HeldStore:
         tensor = self._columns[name].tensor
         return tensor.to(device) if is_offloaded(tensor) else tensor
 
-    def read(self, rows: Rows, columns: Iterable[str] | None, *, out: Out, **_: object) -> dict[str, Any]:
+    def read(self, rows: Rows, columns: Iterable[str] | None) -> dict[str, Any]:
         """Like `Store.read`; no rows are missing here."""
-        found = {name: self._columns[name].read(rows) for name in self.names(columns)}
-        return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
+        return {name: self._columns[name].read(rows) for name in self.names(columns)}
 
     def taken(self, *_: object) -> None:
         """`read` is fast enough."""
-
-    @contextmanager
-    def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """As `Store.whole`; rows are not written here."""
-        yield {name: self._columns[name].whole() for name in self.names(columns)}
-
-    def lengths(self, column: str, _: Rows) -> NoReturn:
-        self.names([column])
-        raise UnsupportedOpError(f"column {column!r} has rows of one shape: {tuple(self.schema[column].row_shape)}")
 
     def write(self, *_: object) -> NoReturn:
         raise CacheError(
@@ -206,15 +154,6 @@ class HeldStore:
 
     def close(self) -> None:
         self.is_closed = True
-
-
-def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-    checked_dense(out, f"out[{name!r}]")
-    if (out.shape, out.dtype) != (value.shape, value.dtype):
-        raise ShapeMismatchError(
-            f"column {name!r}: `out` must be {tuple(value.shape)} {value.dtype}, and is {tuple(out.shape)} {out.dtype}"
-        )
-    return out.copy_(value)
 
 
 def read_file(path: Path) -> HeldStore:
@@ -240,38 +179,5 @@ def write_file(
     """Put a safetensors file of columns at `path`, atomically. `blocks`: by column, its rows in order."""
     by_size = sorted(columns, key=lambda name: -columns[name].dtype.itemsize)  # keeps every element aligned
     layouts = {name: contiguous(columns[name].dtype, (num_rows, *columns[name].row_shape)) for name in by_size}
-    notes = {_NOTE: _notes(columns, metadata)}
+    notes = {_NOTE: {"columns": list(columns), "metadata": dict(metadata)}}
     put_values(path, layouts, from_blocks(blocks), notes, durable=True)
-
-
-def save_file(
-    path: Path, columns: AbstractContextManager[Mapping[str, torch.Tensor]], metadata: Mapping[str, object]
-) -> None:
-    """Put a file of `torch.save` at `path`, atomically.
-
-    `columns` are plain tensors that cover their storages; it is left before the file is there.
-    """
-    refuse_foreign(path)
-    with replacing(path) as new, columns as tensors, open(new.fd, "r+b", closefd=False) as file:
-        with no_functions(), no_modes(), _disk_errors():
-            torch.save(dict(tensors), file)
-        with zipfile.ZipFile(file, "a") as archive:
-            if not archive.namelist():  # where the file can't be read, a second archive would follow the first
-                raise OSError(errno.EIO, "what was written can't be read back")
-            notes = {"version": VERSION, _NOTE: _notes(tensors, metadata)}
-            archive.writestr(f"{_ROOT}/{NOTES}", json.dumps(notes))
-
-
-def _notes(columns: Iterable[str], metadata: Mapping[str, object]) -> dict[str, Any]:
-    return {"columns": list(columns), "metadata": dict(metadata)}
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    """After a failed write, torch tries to complete the archive, and raises what comes of that."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise

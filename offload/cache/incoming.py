@@ -3,8 +3,7 @@
 Always true:
 - a batch has a value for each column and each of its rows
 - the first record and the caller determine the columns; a later record fits or raises
-- a field that is None or absent is missing: False in the column `<field>.present`, with zeros or an empty row in its
-  own; in a JSON column it is null
+- a field that is None or absent is null in a JSON column, and an error in any other
 - records are held for one batch only
 """
 
@@ -28,7 +27,7 @@ from offload.cache.schema import JSON, RAGGED, Column, column_of
 from offload.errors import CacheError
 from offload.progress import progress
 from offload.storage.folders import private_folder
-from offload.system.reasons import some, writing
+from offload.system.reasons import writing
 from offload.system.regular import absolute, is_folder
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.wrapper import guest_of
@@ -36,7 +35,6 @@ from offload.tensor.wrapper import guest_of
 if TYPE_CHECKING:
     from offload.cache.table import TensorCache
 
-PRESENT = ".present"
 _BATCH = 8 << 20  # bytes
 _MOST_ROWS = 1024  # in a batch of records
 _MOST_BYTES = 4 << 20  # of tensors in a batch of records; peak memory is four times that
@@ -53,30 +51,18 @@ class Incoming:
     batches: Iterator[Batch]
 
 
-def with_marks(columns: Mapping[str, Column], optional: Collection[str]) -> dict[str, Column]:
-    """The columns, and behind each one of `optional` another that says which rows have a value."""
-    marked: dict[str, Column] = {}
-    for name, column in columns.items():
-        marked[name] = column
-        if name in optional:
-            marked[name + PRESENT] = column_of(name + PRESENT, (torch.bool, ()))
-    return marked
-
-
 def rows_in_batch(nbytes: Iterable[int]) -> int:
     """Rows per batch, if a row takes the sum of these bytes."""
     return max(_BATCH // max(sum(nbytes), 1), 1)
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
-    """Values by column, as users write them, with plain tensors: neither offloaded nor nested."""
+    """Values by column, as users write them, with plain tensors in place of offloaded ones."""
     if not isinstance(values, Mapping):
         raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
     plain: dict[str, Any] = dict(values)
     for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.is_nested:
-            plain[name] = list(value.detach().unbind())
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             refuse_unstorable(value, name)
             plain[name] = guest_of(value.detach())
     return plain
@@ -85,7 +71,7 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
 # Records
 
 
-def rows_of(records: Iterable[object], schema: Mapping[str, object], optional: Collection[str]) -> Incoming:
+def rows_of(records: Iterable[object], schema: Mapping[str, object]) -> Incoming:
     """Records as rows. Raises: CacheError (there are none, a field is no column, or later a record does not fit)."""
     described = {name: column_of(name, column) for name, column in schema.items()}
     if any(column.top for column in described.values()):
@@ -97,11 +83,9 @@ def rows_of(records: Iterable[object], schema: Mapping[str, object], optional: C
             raise CacheError("there are no records to infer columns from: pass schema=")
         return Incoming(described, iter(()))
     row = fields_of(first)
-    columns = _settled(row, described, optional)
-    absent = {name for name in described if row.get(name) is None}
-    marked = {name for name in (*optional, *absent) if columns[name].kind != JSON}  # JSON has null
-    chunks = _chunks(chain([row], map(fields_of, source)))
-    return Incoming(with_marks(columns, marked), _gathered(columns, marked, chunks))
+    names = dict.fromkeys([*row, *described])
+    columns = {name: described.get(name) or _column_of(name, row.get(name)) for name in names}
+    return Incoming(columns, _gathered(columns, _chunks(chain([row], map(fields_of, source)))))
 
 
 def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -121,16 +105,12 @@ def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def fields_of(record: object) -> dict[str, Any]:
-    """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value."""
-    found: dict[str, Any] = {}
-    for name, value in _items(record):
-        if _is_record(value):
-            found.update({f"{name}.{inner}": part for inner, part in fields_of(value).items()})
-        else:
-            if isinstance(value, torch.Tensor):
-                refuse_unstorable(value, name)
-            found[name] = value
-    return found
+    """Its fields by name."""
+    fields = dict(_items(record))
+    for name, value in fields.items():
+        if isinstance(value, torch.Tensor):
+            refuse_unstorable(value, name)
+    return fields
 
 
 def _items(record: Any) -> Iterable[tuple[str, Any]]:
@@ -143,26 +123,7 @@ def _items(record: Any) -> Iterable[tuple[str, Any]]:
     raise CacheError(f"{type(record).__name__} is not a record: give dataclasses, NamedTuples, dicts or tensorclasses")
 
 
-def _is_record(value: Any) -> bool:
-    if isinstance(value, type):
-        return False
-    if dataclasses.is_dataclass(value) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return True
-    return hasattr(value, "keys") and any(isinstance(part, _TENSORS) or _is_record(part) for part in value.values())
-
-
 # Columns
-
-
-def _settled(first: dict[str, Any], schema: Mapping[str, Column], optional: Collection[str]) -> dict[str, Column]:
-    """The columns of all records, from the fields of the first one; `schema` comes before it."""
-    nests = {name for name in first if any(other.startswith(f"{name}.") for other in schema)}
-    names = [*dict.fromkeys([*(name for name in first if name not in nests), *schema])]
-    unknown = set(optional) - set(names)
-    if unknown:
-        strange, known = (some(map(repr, sorted(each))) for each in (unknown, names))
-        raise CacheError(f"optional= has the unknown fields {strange}: the records have {known}")
-    return {name: schema.get(name) or _column_of(name, first.get(name)) for name in names}
 
 
 def _column_of(name: str, value: object) -> Column:
@@ -195,49 +156,29 @@ def _as_tensor(value: object) -> torch.Tensor | None:
 # Batches
 
 
-def _gathered(
-    columns: Mapping[str, Column], marked: Collection[str], chunks: Iterable[list[dict[str, Any]]]
-) -> Iterator[Batch]:
+def _gathered(columns: Mapping[str, Column], chunks: Iterable[list[dict[str, Any]]]) -> Iterator[Batch]:
     start = 0
     for rows in chunks:
-        batch: Batch = {}
         for at, row in enumerate(rows):
-            _refuse_strangers(columns, row, start + at)
-        for name, column in columns.items():
-            values = [row.get(name) for row in rows]
-            if name in marked:
-                batch[name + PRESENT] = torch.tensor([value is not None for value in values])
-            batch[name] = _values_of(column, values, start, is_optional=name in marked)
-        yield batch
+            for name in row.keys() - columns.keys():
+                raise CacheError(
+                    f"record {start + at} has a field {name!r} that the first one does not have: pass schema=, with "
+                    "all fields"
+                )
+        yield {name: _values_of(column, [row.get(name) for row in rows], start) for name, column in columns.items()}
         start += len(rows)
 
 
-def _refuse_strangers(fields: Collection[str], row: Mapping[str, object], number: int) -> None:
-    for name in row.keys() - set(fields):
-        if row[name] is not None or not any(other.startswith(f"{name}.") for other in fields):
-            raise CacheError(
-                f"record {number} has a field {name!r} that the first one does not have: pass schema=, with all fields"
-            )
-
-
-def _values_of(column: Column, values: Sequence[object], start: int, *, is_optional: bool) -> Any:
+def _values_of(column: Column, values: Sequence[object], start: int) -> Any:
     if column.kind == JSON:
         return [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
-    for at, value in enumerate(values if not is_optional else ()):
-        if value is None:
-            raise CacheError(
-                f"the field {column.name!r} is None in record {start + at}, but not in the first one: "
-                f"pass optional=[{column.name!r}]"
-            )
     tensors = [_fitting(column, value, start + at) for at, value in enumerate(values)]
     return tensors if column.kind == RAGGED else torch.stack(tensors)
 
 
 def _fitting(column: Column, value: object, number: int) -> torch.Tensor:
-    """The value as a row of its column; zeros or an empty row for None."""
+    """The value as a row of its column."""
     is_ragged = column.kind == RAGGED
-    if value is None:
-        return torch.zeros([0] * is_ragged + [*column.row_shape], dtype=column.dtype)
     tensor = _as_tensor(value)
     what = f"the field {column.name!r} of record {number}"
     holds = f"its column holds {column.dtype} of shape {column.shape_text}"

@@ -7,9 +7,8 @@ Always true:
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -20,10 +19,9 @@ import torch
 from offload.errors import RowIndexError
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
-Out: TypeAlias = "Mapping[str, torch.Tensor] | None"  # what is read into, by column
 _FORMS = (
-    "an int, a slice, a range, integers of any dtype in a tensor, an array or a list (of any shape to "
-    "read rows, else 1-D), or a mask of bools"
+    "an int, a slice, a range, integers of any dtype in a tensor, an array or a list, with one dimension, or a mask of "
+    "bools"
 )
 
 
@@ -118,29 +116,6 @@ def plain_of(index: object, size: int) -> int | slice | torch.Tensor | None:
         start, stop, step = index.indices(size)
         return slice(start, max(start, stop)) if step == 1 else None
     return None
-
-
-def groups_of(index: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """An index of numbers with several dimensions: with one dimension, and its shape; None for others."""
-    if isinstance(index, list) and index and isinstance(index[0], list | tuple):
-        with suppress(ValueError):  # lists of different lengths
-            index = np.asarray(index)
-    if not isinstance(index, np.ndarray) and (getattr(index, "layout", None) is not torch.strided or index.is_nested):
-        return None
-    is_one = index.ndim > 1 and index.dtype not in (torch.bool, np.bool_)
-    return (index.reshape(-1), tuple(index.shape)) if is_one else None
-
-
-def grouped(values: Any, shape: Sequence[int]) -> Any:
-    """Values of rows, as a tensor, a pair or a list, in the shape of the index that selected them."""
-    if isinstance(values, torch.Tensor):
-        return values.unflatten(0, tuple(shape))
-    if isinstance(values, tuple):
-        return type(values)(*(grouped(part, shape) for part in values))
-    if len(shape) == 1:
-        return values
-    step = math.prod(shape[1:])
-    return [grouped(values[at * step : (at + 1) * step], shape[1:]) for at in range(shape[0])]
 
 
 def span_of(numbers: Numbers) -> slice | None:

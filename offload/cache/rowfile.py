@@ -42,13 +42,12 @@ from offload.errors import (
     ReadError,
 )
 from offload.memory import available_bytes
-from offload.prefetch.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
+from offload.prefetch.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.prefetch.tables import Filling
-from offload.storage.layout import contiguous
 from offload.storage.mapping import map_bytes
 from offload.storage.replacing import write_all
 from offload.system.reasons import explained, reading
-from offload.system.regular import Descriptor, closed_on_error, open_regular, owned
+from offload.system.regular import Descriptor, closed_on_error, open_regular
 
 _MOST_PARTS = 512  # parts per call, with the gaps between them: the system allows 1024
 _CLOSE = 4096  # gap in bytes that is read along: another call would take longer
@@ -65,23 +64,13 @@ _LONG = 1 << 20  # bytes of a run that a system call copies faster than the proc
 class Descriptors:
     """Two descriptors of one file: for consecutive rows, and for random access. Closed with the last reference."""
 
-    def __init__(self, *files: Descriptor) -> None:
-        self._files = files
-        self.fd, self.random = (file.fileno() for file in files)
-        advise(self.random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
-
-    @classmethod
-    def opened(cls, path: Path, *, writes: bool) -> Descriptors:
+    def __init__(self, path: Path, *, writes: bool) -> None:
         """Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError."""
         file = opened(path, os.O_RDWR if writes else os.O_RDONLY)
         with closed_on_error(file):
-            return cls(file, opened(path, os.O_RDONLY))
-
-    @classmethod
-    def reopened(cls, file: Descriptor, path: Path) -> Descriptors:
-        """For a file that is open already, whatever is at its path by now. Raises: ReadError."""
-        with closed_on_error(file), reading(path):
-            return cls(file, owned(os.open, f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
+            self._files = file, opened(path, os.O_RDONLY)
+        self.fd, self.random = (file.fileno() for file in self._files)
+        advise(self.random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
 
     def close(self) -> None:
         self.fd = self.random = -1  # first: the numbers may soon be other files'
@@ -100,10 +89,9 @@ class RowFile:
         row_shape: tuple[int, ...],
         *,
         writes: bool = False,
-        files: Descriptors | None = None,
     ) -> None:
-        """`files`: the descriptors, if it is open."""
-        files = files or Descriptors.opened(path, writes=writes)
+        """Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError."""
+        files = Descriptors(path, writes=writes)
         self.path = path
         self._start = start
         self._dtype = dtype
@@ -129,28 +117,28 @@ class RowFile:
             at = self._at(first)
             self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
 
-    def read(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows in any order: (rows, *row_shape), plain, on the CPU; `out`, if given, must be contiguous."""
+    def read(self, rows: Rows) -> torch.Tensor:
+        """Rows in any order: (rows, *row_shape), plain, on the CPU."""
         mapped = self.mapped  # another thread may change it meanwhile
         if mapped is not None and rows.last < mapped.size(0) and time.monotonic() < self.in_memory_until:
-            return self._taken(mapped, rows, out)
+            return self._taken(mapped, rows)
         if not self._size or not rows.count:
-            return self._values(self._fresh(rows.count)) if out is None else out
+            return self._values(self._fresh(rows.count))
         try:
             is_cached = self._are_cached(rows)
             mapped = self._mapped_if_warm(rows, is_cached)
             if mapped is not None:
-                return self._taken(mapped, rows, out)
+                return self._taken(mapped, rows)
             if not is_cached and not rows.span:
                 pages = rows.count * -(-self._size // PAGE) * PAGE
-                self._filling.missed(rows.count, pages, self.size, self._to_be_filled)
-            words = self._fresh(rows.count) if out is None else self._words_of(out)
+                self._filling.missed(rows.count, pages, self.size, self._all_mapped)
+            words = self._fresh(rows.count)
             self._read(rows, words, announce=not is_cached)
         except OffloadError:
             raise
         except OSError as error:
             raise explained(self.path, error) from error
-        return self._values(words) if out is None else out
+        return self._values(words)
 
     def read_runs(self, starts: Numbers, sizes: Numbers, into: torch.Tensor, *, are_picked: bool) -> None:
         """Rows of one byte: runs of them, given by their first rows and sizes, one after the other into bytes.
@@ -162,7 +150,7 @@ class RowFile:
             self._filling.take()  # runs are copied by system calls, which need no mapping
         elif are_picked:
             pages = int((-(-sizes // PAGE) * PAGE).sum())
-            self._filling.missed(len(sizes), pages, self.size, self._to_be_filled)
+            self._filling.missed(len(sizes), pages, self.size, self._all_mapped)
         places, fd = np.cumsum(sizes) - sizes, self._random if are_picked else self.fd
         read_parts(fd, self.path, starts, sizes, places, into.numpy().data, announce=not is_cached)
 
@@ -170,17 +158,6 @@ class RowFile:
     def size(self) -> int:
         """In bytes. Raises: ReadError."""
         return size_of(self.fd, self.path)
-
-    def whole(self, count: int) -> torch.Tensor:
-        """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once."""
-        shape, nbytes = (count, *self._row_shape), count * self._size
-        if not nbytes:
-            return torch.empty(shape, dtype=self._dtype, device="cpu")
-        if self.size < self._at(count):
-            raise CorruptFileError(f"{self.path} ends before its {count} rows: it was truncated")
-        storage = map_bytes(self.fd, self.path, self._start, nbytes, shared=False)
-        empty = torch.empty(0, dtype=self._dtype, device="cpu")
-        return empty.set_(storage, 0, shape, contiguous(self._dtype, shape).stride)
 
     def taken(self, rows: int | slice | torch.Tensor, count: int, now: float) -> torch.Tensor:
         """Some of the first `count` rows, out of the mapping: what `read` gives, for plain forms of an index.
@@ -206,22 +183,16 @@ class RowFile:
         look_at(self._random, map(self._at, rows))
         self.in_memory_until = time.monotonic() + _STILL
 
-    def _taken(self, mapped: torch.Tensor, rows: Rows, out: torch.Tensor | None) -> torch.Tensor:
+    def _taken(self, mapped: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Rows that are in memory, out of the mapping; a long run by a system call."""
-        if rows.span is None and out is None:
-            return self._values(mapped.index_select(0, torch.from_numpy(rows.numbers)))  # faster than into others
-        into = self._fresh(rows.count) if out is None else self._words_of(out)
         if rows.span is None:
-            torch.index_select(mapped, 0, torch.from_numpy(rows.numbers), out=into)
-        elif into.nbytes < _LONG:
-            into.copy_(mapped[rows.span])
+            return self._values(mapped.index_select(0, torch.from_numpy(rows.numbers)))
+        words = self._fresh(rows.count)
+        if words.nbytes < _LONG:
+            words.copy_(mapped[rows.span])
         else:
-            self._read(rows, into, announce=False)
-        return self._values(into) if out is None else out
-
-    def _words_of(self, out: torch.Tensor) -> torch.Tensor:
-        """(rows, *words of a row), over the same memory; without gradients."""
-        return out.view(self._word).view(len(out), *self._words)
+            self._read(rows, words, announce=False)
+        return self._values(words)
 
     def _values(self, words: torch.Tensor) -> torch.Tensor:
         """(rows, *row_shape), over the same memory."""
@@ -294,9 +265,6 @@ class RowFile:
             rows = self._all_mapped()
         is_mapped = rows is not None and _is_in_memory(rows) and size <= available_bytes() // 2
         return rows if is_mapped else None
-
-    def _to_be_filled(self) -> torch.Tensor | None:
-        return None if has_holes(os.fstat(self.fd)) else self._all_mapped()
 
     def _all_mapped(self) -> torch.Tensor | None:
         size = os.fstat(self.fd).st_size

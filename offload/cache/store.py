@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
-from offload.cache.indexing import Numbers, Out, Rows, last_of_each, plain_of, rows_of
+from offload.cache.indexing import Numbers, Rows, last_of_each, plain_of, rows_of
 from offload.cache.rowfile import Watch, opened
 from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest, columns_named
 from offload.cache.states import Bytes, States, all_filled, cells_filled
@@ -255,18 +255,6 @@ class Store:
                 )
             return wrap_handle(Handle.reference(column.with_rows(self.num_rows), column.column.name), device)
 
-    def lengths(self, name: str, rows: Rows) -> Numbers:
-        """The length of each row; 0 if it is not filled."""
-        [place] = self.places([name])
-        file = self._files[name]
-        if isinstance(file, FixedColumn):
-            raise UnsupportedOpError(
-                f"column {name!r} of {self.folder} has rows of one shape: {self.schema[name].shape_text}"
-            )
-        self._watch.look(time.monotonic())
-        self.flush_own()
-        return file.lengths(rows, cells_filled(self._states.of(rows, [place]))[:, 0])
-
     # Reading
 
     def taken(self, index: object, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
@@ -287,10 +275,8 @@ class Store:
             return None
         return found if self._states.changes == changes and self._states.counts[2] == count else None
 
-    def read(self, rows: Rows, columns: Iterable[str] | None, *, missing: str, out: Out) -> dict[str, Any]:
+    def read(self, rows: Rows, columns: Iterable[str] | None) -> dict[str, Any]:
         """Rows of some columns, consistent: a concurrent write is seen completely or not at all."""
-        if missing not in ("error", "zeros"):
-            raise CacheError(f"unknown missing={missing!r}: use 'error' or 'zeros'")
         places = self.places(columns)
         self._watch.look(time.monotonic())
         for _ in range(_LOOKS):
@@ -298,14 +284,10 @@ class Store:
             before = None if rows.last < self._states.known_filled(changes) else self._states.of(rows, places)
             if before is not None and not all_filled(before.tobytes()) and self.flush_own():
                 before = self._states.of(rows, places)
-            filled = None if before is None or all_filled(before.tobytes()) else cells_filled(before)
-            if missing == "error" and filled is not None:
-                self._refuse_missing(rows.numbers[~filled.all(axis=1)])
+            if before is not None and not all_filled(before.tobytes()):
+                self._refuse_missing(rows.numbers[~cells_filled(before).all(axis=1)])
             try:
-                found = {}
-                for at, name in enumerate(self._names[place] for place in places):
-                    cells = None if filled is None else filled[:, at]
-                    found[name] = self._files[name].read(rows, cells, (out or {}).get(name))
+                found = {self._names[place]: self._files[self._names[place]].read(rows) for place in places}
             except CorruptFileError:  # or a concurrent write was read halfway
                 if self._are_still(rows, places, before, changes):
                     raise
@@ -314,34 +296,18 @@ class Store:
                 return found
         raise CacheError(f"rows of {self.folder} are rewritten faster than they can be read: try again")
 
-    @contextmanager
-    def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Columns of fixed-size rows, mapped, to be gone through once."""
-        places, rows = self.places(columns), Rows.run(0, self.num_rows)
-        self.flush_own()
-        with self._held(shared=True):
-            changes, before = self._states.changes, self._states.of(rows, places)
-            tensors = {name: self._fixed(name).rowfile.whole(len(rows)) for name in columns}
-        self._refuse_missing(rows.numbers[~cells_filled(before).all(axis=1)])
-        yield tensors
-        if not self._are_still(rows, places, before, changes):
-            raise CacheError(f"rows of {self.folder} were rewritten while they were saved: try again")
-
     def _are_still(self, rows: Rows, places: list[int], before: Bytes | None, changes: int) -> bool:
-        """Whether no filled row has begun to be rewritten."""
+        """Whether none of these filled rows has begun to be rewritten."""
         if self._states.changes == changes:
             return True
-        if before is None:
-            return False
-        now = self._states.of(rows, places)
-        return now.tobytes() == before.tobytes() or not ((now != before) & cells_filled(before)).any()
+        return before is not None and self._states.of(rows, places).tobytes() == before.tobytes()
 
     def _refuse_missing(self, rows: Numbers) -> None:
         if not len(rows):
             return
         raise MissingRowsError(
             f"{len(rows)} of the requested rows are not filled in {self.folder}: {some(rows)}. "
-            'Write them first, or read with missing="zeros"; missing_rows() lists all.'
+            "Write them first; missing_rows() lists all."
         )
 
     # Writing

@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing import util
@@ -23,10 +23,10 @@ from torch.utils.data import default_collate
 
 from offload.cache.batches import Batches, RowDataset, order_of
 from offload.cache.columns import Ragged, sent
-from offload.cache.held import HeldStore, read_file, save_file, write_file
+from offload.cache.held import HeldStore, read_file, write_file
 from offload.cache.incoming import cache_of, plain_values, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
-from offload.cache.indexing import grouped, groups_of, rows_of
+from offload.cache.indexing import rows_of
 from offload.cache.missing import fill_missing
 from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
@@ -201,24 +201,19 @@ class TensorCache:
         folder: str | os.PathLike[str] | None = None,
         *,
         schema: Mapping[str, object] | None = None,
-        optional: Collection[str] = (),
         metadata: Mapping[str, object] | None = None,
         device: torch.device | str | int = "cpu",
     ) -> TensorCache:
         """A cache with one row per record; records are taken one by one, and one batch of them is in memory.
 
         The first record settles the columns. Tensors, arrays and numbers become columns of tensors, floats of torch's
-        default dtype; text, lists and plain dicts become JSON; bytes become rows of uint8. Records in records become
-        columns `outer.inner`. What the first record doesn't tell is in `schema`.
-
-        A field of `optional` that is None is a missing value: its column holds zeros, or an empty row, and the column
-        `<field>.present` False. In a JSON column it is None.
+        default dtype; text, lists and dicts become JSON, in which a value may be None; bytes become rows of uint8. What
+        the first record doesn't tell is in `schema`.
 
         Args:
             records: dataclasses, NamedTuples, dicts, or tensordict's tensorclasses.
             folder: where the cache goes, as for `create`; None for a temporary one, which goes with the process.
             schema: as for `create`, of columns that the first record lacks, or has in one shape of several.
-            optional: fields that may be None; those of `schema` that the first record lacks are.
             metadata, device: as for `create`.
 
         Returns:
@@ -228,12 +223,12 @@ class TensorCache:
             CacheError: a record does not fit; nothing is left in `folder`. Else as `create`.
 
         Example:
-            >>> rows = [{"id": "a", "reward": 0.5}, {"id": "b", "reward": None}]
-            >>> cache = TensorCache.from_records(rows, optional=["reward"])
+            >>> rows = [{"id": "a", "reward": 0.5}, {"id": "b", "reward": 1.5}]
+            >>> cache = TensorCache.from_records(rows)
             >>> cache[:]
-            {'id': ['a', 'b'], 'reward': tensor([0.5000, 0.0000]), 'reward.present': tensor([ True, False])}
+            {'id': ['a', 'b'], 'reward': tensor([0.5000, 1.5000])}
         """
-        rows = rows_of_records(records, schema or {}, as_names(optional) or ())
+        rows = rows_of_records(records, schema or {})
         return cache_of(rows, folder, partial(cls.create, metadata=metadata, device=device))
 
     # What it is
@@ -335,8 +330,6 @@ class TensorCache:
         columns: Iterable[str] | None = None,
         *,
         device: torch.device | str | int | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        missing: str = "error",
         pin_memory: bool = False,
         ragged: str = "list",
         padding: complex = 0,
@@ -344,15 +337,12 @@ class TensorCache:
         """Rows of some columns.
 
         Args:
-            rows: an int (which gives a row without a leading dimension), a slice, a range, a 1-D bool tensor or array,
-                or integers of any dtype, whose dimensions the results have. Negative numbers count from the end.
+            rows: an int (which gives a row without a leading dimension), a slice, a range, or a 1-D list, tensor or
+                array of bools or of integers of any dtype. Negative numbers count from the end.
             columns: their names; all if None.
             device: where the tensors land; that of the cache if None.
-            out: by column, contiguous tensors on the CPU to read into, by an index of one dimension.
-            missing: "error", or "zeros" to have zeros for rows that are not filled.
-            pin_memory: give tensors in pinned memory, but those of `out`.
-            ragged: how rows of different lengths come: "list", "padded" (rows, longest, ...), or "jagged" (a nested
-                tensor, `layout=torch.jagged`).
+            pin_memory: give tensors in pinned memory.
+            ragged: how rows of different lengths come: "list", or "padded" (rows, longest, ...).
             padding: the number that fills up the shorter rows of "padded", of `topk` both ids and log-probabilities.
 
         Returns:
@@ -361,13 +351,9 @@ class TensorCache:
         Raises:
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
         """
-        if out is None and ragged != "jagged" and (groups := groups_of(rows)):
-            like: Any = {"device": device, "missing": missing, "pin_memory": pin_memory, "ragged": ragged}
-            flat = self.get(groups[0], columns, padding=padding, **like)
-            return {name: grouped(value, groups[1]) for name, value in flat.items()}
         store = self._open()
         target = self.device if device is None else checked_device(device)
-        if out is None and missing == "error" and not pin_memory:
+        if not pin_memory:
             ready = store.taken(rows, columns)
             if ready is not None:
                 ready = ready if target == CPU else {name: value.to(target) for name, value in ready.items()}
@@ -376,28 +362,11 @@ class TensorCache:
                 )
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
-            found = store.read(wanted, columns, missing=missing, out=out)
-            found = {name: sent(value, target, pinned=pin_memory and out is None) for name, value in found.items()}
+            found = store.read(wanted, columns)
+            found = {name: sent(value, target, pinned=pin_memory) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
         found = {name: _formed(value, self.schema[name].top, form, padding) for name, value in found.items()}
         return {name: row_at(value, 0) for name, value in found.items()} if wanted.is_one else found
-
-    def lengths(self, column: str, rows: object = slice(None)) -> torch.Tensor:
-        """How many values rows of different lengths have, without reading the values.
-
-        Args:
-            column: a column whose rows differ in length.
-            rows: as for `get`.
-
-        Returns:
-            A length for each row, int64.
-
-        Raises:
-            ColumnError, RowIndexError
-            UnsupportedOpError: the column has rows of one shape.
-        """
-        store = self._open()
-        return torch.from_numpy(store.lengths(column, rows_of(rows, store.num_rows)))
 
     def batches(
         self,
@@ -620,20 +589,19 @@ class TensorCache:
         return MappingProxyType({name: self.column(name) for name in self.schema})
 
     def to_disk(self, path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> None:
-        """Write all rows to one file, a part at a time; `from_disk` opens it.
+        """Write all rows to one safetensors file, a part at a time; `from_disk` opens it.
 
         Folders are made. A file that was there stays, whole, until the new one is; then it is replaced. It may be the
         one that this cache is from: this cache goes on reading the old one.
 
         Args:
-            path: the file. With the suffix .pt, .pth, .bin or .ckpt it is one of `torch.save`, a dict of tensors on the
-                CPU; else safetensors.
+            path: the file.
             columns: those to write; all if None.
 
         Raises:
             ColumnError, MissingRowsError: there is no such column, or rows are not filled.
             CacheError: there are columns of JSON, or of rows of any length: such a cache is its folder. Or
-                `path` is in the folder of a cache, or rows were rewritten meanwhile.
+                `path` is in the folder of a cache, or has a suffix of `torch.save`.
             ForeignFileError: there is a file that offload did not write.
             WriteError
         """
@@ -642,6 +610,8 @@ class TensorCache:
         target = absolute(path)
         if not names:
             raise CacheError(f"{target}: columns= is empty: name at least one")
+        if target.suffix in PICKLES:
+            raise CacheError(f"{target}: to_disk writes safetensors; torch.save(dict(cache.tensors), path) writes that")
         self.require_complete(names)
         others = [name for name in names if self.schema[name].kind != TENSOR or self.schema[name].top]
         if others:
@@ -652,11 +622,8 @@ class TensorCache:
         if is_there(target.parent / STATES):
             raise CacheError(f"{target} is in the folder of a cache: choose another folder")
         made_folder(target.parent)
-        if target.suffix in PICKLES:
-            save_file(target, self._store.whole(names), self.metadata)
-        else:
-            blocks = {name: self._blocks(name) for name in names}
-            write_file(target, {name: self.schema[name] for name in names}, len(self), blocks, self.metadata)
+        blocks = {name: self._blocks(name) for name in names}
+        write_file(target, {name: self.schema[name] for name in names}, len(self), blocks, self.metadata)
 
     def _blocks(self, name: str) -> Iterator[torch.Tensor]:
         step = rows_in_batch([self.schema[name].row_bytes])

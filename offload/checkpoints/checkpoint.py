@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 
 from offload.annotations import Json
-from offload.checkpoints.dcp import METADATA, SUFFIX, archives_of, check_shard, read_metadata
+from offload.checkpoints.dcp import METADATA, archives_of, check_shard, read_metadata
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
@@ -260,10 +260,6 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _nothing_in(folder: Path, names: list[str]) -> CheckpointError:
-    if any(name.endswith(SUFFIX) for name in names):
-        return CheckpointError(
-            f"{folder} holds {SUFFIX} files but no {METADATA}, which describes them: the save was not finished"
-        )
     packed = ", ".join(name for name in names if name.endswith(".gguf"))
     more = f", but GGUF files ({packed}): give the path of one of them" if packed else ""
     return CheckpointError(f"{folder} has no checkpoint, neither .safetensors nor .bin{more}")
@@ -340,7 +336,7 @@ def is_shard(name: str) -> bool:
 def _open_index(path: Path) -> Checkpoint:
     shards: dict[str, dict[str, StoredValue]] = {}
     values: dict[str, StoredValue] = {}
-    places, metadata = read_index(path)
+    places, metadata = _read_index(path)
     for name, shard in places.items():
         if shard not in shards:
             shards[shard] = _values_of(_open_part(path.parent / shard, name))
@@ -352,7 +348,7 @@ def _open_index(path: Path) -> Checkpoint:
     return Checkpoint(path.parent, values, metadata)
 
 
-def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:
+def _read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:
     """The file of each name according to an index, and the rest of the index.
 
     Raises `MissingFileError`, `ReadError`; `CheckpointError` if it is not an index, has duplicate keys, or names a file
@@ -374,10 +370,6 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:
     for name, shard in places.items():
         if not is_file_name(shard):
             raise CheckpointError(f"{path} places {short(name)!r} in {short(shard)!r}, outside its folder: refused")
-        if not shard.endswith((".safetensors", *PICKLES)):
-            raise CheckpointError(
-                f"{path} places {short(name)!r} in {short(shard)!r}, which is neither .safetensors nor .bin"
-            )
     return places, metadata if isinstance(metadata, dict) else {}
 
 
@@ -411,47 +403,34 @@ def pattern_of(name: str) -> str:
     return name if found is None else f"{found['stem']}-?????-of-{found['count']}.gguf"
 
 
-def paths_of_parts(file: TensorFile) -> list[Path]:
-    """The paths of all parts of a GGUF file, in order, given any of them; of a file that is whole, its own.
+def with_other_parts(file: TensorFile) -> list[TensorFile]:
+    """All parts of a GGUF file, in order; of a file that is whole, only itself.
 
-    Raises `MissingFileError` if a part is missing; `CheckpointError` if the file's name does not say which part it is.
+    Raises `MissingFileError` if a part is missing; `CheckpointError` if the file's name does not say which part it is,
+    or says what another part is; and as `TensorFile.open`.
     """
-    count = file.header.metadata.get(PARTS, "1")
-    if count in ("0", "1"):
-        return [file.path]
+    said = file.header.metadata.get(PARTS, "")
+    count = int(said) if said.isdecimal() else 1
+    if count < 2:
+        return [file]
     found = _PART.fullmatch(file.path.name)
-    if found is None or int(found["count"]) != int(count):
+    if found is None or int(found["count"]) != count:
         raise CheckpointError(
             f"{file.path} is one of {count} parts, and its name does not say which: give the parts the names "
-            f"...-00001-of-{int(count):05}.gguf and so on"
+            f"...-00001-of-{count:05}.gguf and so on"
         )
-    paths = [file.path.with_name(_name_of(found, number)) for number in range(1, int(count) + 1)]
+    paths = [file.path.with_name(_name_of(found, number)) for number in range(1, count + 1)]
     missing = [path.name for path in paths if not is_there(path)]
     if missing:
         raise MissingFileError(
             f"{file.path.parent} lacks {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, of "
             f"{count} parts of a model: download or copy that file again"
         )
-    return paths
-
-
-def check_part(part: TensorFile, number: int, count: int) -> None:
-    """Raises `CheckpointError` if a file is not part `number`, counted from 0, of as many as its name says."""
-    metadata = part.header.metadata
-    if count > 1 and (metadata.get(PART), metadata.get(PARTS)) != (str(number), str(count)):
-        raise CheckpointError(f"{part.path} is not part {number + 1} of {count}, though it is named so")
-
-
-def with_other_parts(file: TensorFile) -> list[TensorFile]:
-    """All parts of a GGUF file, in order; of a file that is whole, only itself.
-
-    Raises: as `paths_of_parts`, `check_part` and `TensorFile.open`.
-    """
-    paths = paths_of_parts(file)
-    opened = [file if path == file.path else TensorFile.open(path) for path in paths]
-    for number, part in enumerate(opened):
-        check_part(part, number, len(opened))
-    return opened
+    parts = [file if path == file.path else TensorFile.open(path) for path in paths]
+    for number, part in enumerate(parts):
+        if (part.header.metadata.get(PART), part.header.metadata.get(PARTS)) != (str(number), str(count)):
+            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}, though it is named so")
+    return parts
 
 
 def _name_of(found: re.Match[str], number: int) -> str:

@@ -1,10 +1,9 @@
-"""The files beside the weights of a transformers model: configuration, tokenizer, and custom code.
+"""The files beside the weights of a transformers model: configuration, settings for generation, tokenizer, adapter.
 
 Always true:
 - the model is not changed: the files are written from a copy of its configuration
 - a configuration that is written says that weights are quantized only if the ones beside it are
-- a file that offload did not write, or that was edited since, is never replaced or removed: the checkpoint stores a
-  hash of each file it wrote
+- a file that is there is never replaced or removed
 - a folder with a configuration and weights is a model, with its adapter of peft if it has one; one without them, but
   with an adapter, stands for the model that the adapter names, its base
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -30,24 +28,16 @@ from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.importing import imported
 from offload.storage.layout import dtype_name
 from offload.storage.replacing import made_folder, put_file
-from offload.storage.state_file import MOST_JSON, parse_json, read_json
+from offload.storage.state_file import read_json
 from offload.system.reasons import first_line, reading
-from offload.system.regular import is_file, is_folder, is_there, read_regular
+from offload.system.regular import is_file, is_folder, is_there
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _ADAPTER_CONFIG = "adapter_config.json"
 _BASE = "base_model_name_or_path"
-NOTE = "offload.companions"  # in the metadata of a safetensors file
-_OF_TOKENIZERS = (
-    *("*token*.json", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
-    *("*processor_config.json", "normalizer.json"),
-)
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 _MOST_LAYERS = 512  # that may be made, however few values there are
-_COUNTS_OF_LAYERS = {
-    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"),
-    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "num_nextn_predict_layers"),
-}
+_COUNTS_OF_LAYERS = ("layer", "layers", "depth")  # how the names of settings end
 _SET_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
 
 
@@ -75,7 +65,7 @@ def refuse_more_layers(settings: Settings, stored: int, path: Path) -> None:
         name, found = left.pop()
         if isinstance(found, Mapping):
             left.extend((str(key), value) for key, value in found.items())
-        elif name in _COUNTS_OF_LAYERS and isinstance(found, int) and found > most:
+        elif name.endswith(_COUNTS_OF_LAYERS) and isinstance(found, int) and found > most:
             raise CheckpointError(
                 f"{path}: the configuration asks for {found} layers ({name}), and the checkpoint holds {stored} "
                 "values: one of them is damaged, or belongs to another model"
@@ -100,7 +90,7 @@ def class_of(config: Config) -> Any:
 def companions_of(
     model: nn.Module, dtype: torch.dtype | None = None, quantization: Settings | None = None
 ) -> dict[str, bytes]:
-    """The files that `from_pretrained` needs beside a transformers model's weights, by name; empty for other models.
+    """The configuration and the settings for generation of a transformers model, by file name; none of other models.
 
     Args:
         model: a model with adapters has none: its weights have names of their own.
@@ -112,7 +102,6 @@ def companions_of(
     config = copy.deepcopy(model.config)
     config.dtype = dtype_name(dtype or model.dtype)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    code = _code_of(model, config)
     settings = json.loads(config.to_json_string(use_diff=True))
     for key in ("quantization_config", "transformers_weights"):
         settings.pop(key, None)
@@ -121,30 +110,7 @@ def companions_of(
     found = {CONFIG: (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()}
     if model.can_generate() and model.generation_config is not None:
         found[GENERATION] = model.generation_config.to_json_string(use_diff=True).encode()
-    return {**_tokenizer_of(model), **code, **found}
-
-
-def _code_of(model: Pretrained, config: Config) -> dict[str, bytes]:
-    """The modules of a model with custom code; sets in `config` which class is in which module."""
-    if not model.is_remote_code() and config._auto_class is None:
-        return {}
-    from offload.transformers_api import custom_object_save
-
-    with tempfile.TemporaryDirectory() as scratch:
-        if model.is_remote_code():
-            custom_object_save(model, scratch, config=config)
-        if config._auto_class is not None:
-            custom_object_save(config, scratch, config=config)
-        return files_like(Path(scratch), "*.py")
-
-
-def _tokenizer_of(model: Pretrained) -> dict[str, bytes]:
-    """The tokenizer and processor files of the folder, or GGUF file, that a model was loaded from, if it is known."""
-    loaded_from: Path | None = getattr(model, "loaded_from", None)
-    folder = loaded_from or Path(model.name_or_path or "")
-    if loaded_from is not None and is_there(loaded_from) and not is_folder(loaded_from):
-        return _written_tokenizer(loaded_from)
-    return {} if folder == Path() or not is_folder(folder) else files_like(folder, *_OF_TOKENIZERS)
+    return found
 
 
 def files_like(folder: Path, *patterns: str) -> dict[str, bytes]:
@@ -157,7 +123,7 @@ def files_like(folder: Path, *patterns: str) -> dict[str, bytes]:
         }
 
 
-def _written_tokenizer(path: Path) -> dict[str, bytes]:
+def tokenizer_files(path: Path) -> dict[str, bytes]:
     """The tokenizer in a GGUF file, as files. None, with a warning, if transformers can't load it."""
     try:
         tokenizer = tokenizer_in(path)
@@ -180,28 +146,19 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
     folder = place.parent if file else place
     with reading(folder):
         has_one = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
-    base = None if file or has_one else base_of(folder)
-    source = base or folder
+    source = folder if file or has_one else base_of(folder) or folder
     try:
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **file)
         if len(found) <= len(found.all_special_tokens):  # without files, some classes make one that knows no words
             raise ValueError("it has no tokens")
         return found
-    except ImportError as error:
-        root: Exception = error
+    except Exception as error:  # it can raise anything for damaged files, or if a package is missing or broken
+        root = error
         while isinstance(root.__cause__, Exception):
             root = root.__cause__
         raise CheckpointError(
-            f"the tokenizer of {place} needs a package that is missing or broken: {first_line(root)}"
-        ) from error
-    except Exception as error:  # it can raise anything for damaged files
-        unread = f" that transformers can load ({first_line(error)})"
-        if file:
-            raise CheckpointError(f"{place} has no tokenizer{unread}") from error
-        of_base = f", and {base}, the base of its adapter, none{unread}" if base else ""
-        raise CheckpointError(
-            f"{folder} has no tokenizer{unread if has_one else of_base}: put the tokenizer of the model there "
-            "(tokenizer.json and tokenizer_config.json)"
+            f"{place if file else source} has no tokenizer that transformers can load ({first_line(root)}): put the "
+            "tokenizer of the model there (tokenizer.json and tokenizer_config.json)"
         ) from error
 
 
@@ -213,76 +170,31 @@ def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
         put_file(folder / name, data)
 
 
-def companions_in(
-    folder: Path, files: Mapping[str, bytes] | None, noted: Mapping[str, str]
-) -> tuple[dict[str, bytes], dict[str, str], list[Path]]:
-    """What has to be done so that a folder has these files, where the metadata of its earlier checkpoint was `noted`.
+def missing_in(folder: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Those of a model's configuration files that a folder does not have yet; the others stay as they are.
 
-    An existing tokenizer or generation config from elsewhere is kept, with a warning. Without `files`, nothing is known
-    of the model, as for a state dict: what is there stays. Raises `ForeignFileError` if there is a different
-    configuration, or code, that offload did not write; `ReadError`.
-
-    Returns: the files to write, by name; a note for the new metadata, so that a later save recognises ours; and the
-        files of the earlier save that are to be removed.
+    Raises `ForeignFileError` if one that is there is of another model, or of one that was saved in another way.
     """
-    known = _hashes(noted)
-    if files is None:
-        return {}, {NOTE: noted[NOTE]} if known else {}, []
-    existing = {name: data for name in {*files, *known} if (data := _content(folder / name)) is not None}
-    ours = {name for name, data in existing.items() if _hash(data) in known.get(name, ())}
-    new = {
-        name: data for name, data in files.items() if name not in existing or (name in ours and existing[name] != data)
-    }
-    for name in sorted(files.keys() & existing.keys() - ours):
-        if existing[name] == files[name] or (name == CONFIG and _is_same_model(existing[name], files[name])):
-            continue
-        if name == CONFIG or name.endswith(".py"):
-            raise ForeignFileError(
-                f"{folder / name} is not from offload, or was edited, and describes another model than the one to be "
-                "saved: it is left as it is. Save to another folder, or move it away first."
-            )
-        log.warning("%s is not from offload, or was edited: it is left as it is", folder / name)
-    hashes = {  # of the old content, too: a killed process may leave it beside the new weights
-        name: sorted({_hash(one[name]) for one in (files, existing) if name in one})
-        for name in {*new} | ours & {*files}
-    }
-    note = {NOTE: json.dumps(hashes, sort_keys=True)} if hashes else {}
-    return new, note, [folder / name for name in sorted(ours - files.keys())]
+    there = [name for name in files if is_there(folder / name)]
+    other = next((name for name in there if not _says(folder / name, files[name])), None)
+    if other is not None:
+        raise ForeignFileError(
+            f"{folder / other} describes another model than the one to be saved: it is left as it is. "
+            "Save to another folder, or move it away first."
+        )
+    return {name: data for name, data in files.items() if name not in there}
 
 
-def _hashes(metadata: Mapping[str, str]) -> dict[str, list[str]]:
+def _says(path: Path, data: bytes) -> bool:
+    """Whether a configuration says the same of a model."""
     try:
-        found = parse_json(metadata.get(NOTE, "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    plain = isinstance(found, dict) and all(isinstance(one, list) and "/" not in name for name, one in found.items())
-    return found if plain else {}
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _content(path: Path) -> bytes | None:
-    """None if there is no such file."""
-    if not is_there(path):
-        return None
-    try:
-        return read_regular(path, MOST_JSON)
-    except CorruptFileError:  # a folder, a device, or larger than any of ours
-        return b""
-
-
-def _is_same_model(one: bytes, other: bytes) -> bool:
-    """Whether two configurations are of the same model, saved the same way."""
-    try:
-        first, second = parse_json(one), parse_json(other)
-    except (ValueError, RecursionError):
+        found, wanted = read_json(path, "a model's configuration"), json.loads(data)
+    except CorruptFileError:
         return False
-    if not isinstance(first, dict):
+    if not isinstance(found, dict):
         return False
-    keys = (first.keys() | second.keys()) - _SET_BY_SAVING
-    return all(first.get(key) == second.get(key) for key in keys)
+    keys = {*found, *wanted} - _SET_BY_SAVING
+    return all(found.get(key) == wanted.get(key) for key in keys)
 
 
 # Adapters of peft, in a folder with or without their model

@@ -1,9 +1,8 @@
-"""A checkpoint in another form: other dtype, other shards, dequantized, as safetensors, as an offload folder.
+"""A checkpoint in another form: other dtype, other shards, dequantized, as safetensors.
 
 Always true:
-- the new folder appears complete or not at all, and the old one is only read; a run that dequantizes keeps its finished
-  files beside the new folder until then
-- no value is in memory as a whole, except a quantized one that is cast
+- the new folder appears complete or not at all, and the old one is only read
+- no value is in memory as a whole
 - configuration, tokenizer and an adapter are copied, code and other weights are not
 """
 
@@ -11,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -27,15 +26,13 @@ from offload.checkpoints.companions import (
     has_adapter,
     put_files,
     refuse_lone_adapter,
+    tokenizer_files,
 )
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.formats import Form, values_in
 from offload.checkpoints.forms.gguf import empty_model
-from offload.checkpoints.forms.torchao import PARTS_NOTE
-from offload.checkpoints.writing import contents_in, contents_of, largest_shard, write_checkpoint, write_file_by_file
-from offload.errors import ArgumentError, CheckpointError, CorruptFileError, ForeignFileError, JournalError
-from offload.progress import progress
-from offload.storage.folders import file_name
+from offload.checkpoints.writing import contents_in, contents_of, largest_shard, write_checkpoint
+from offload.errors import CheckpointError, CorruptFileError, ForeignFileError, JournalError
 from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.replacing import (
     is_filled,
@@ -43,13 +40,11 @@ from offload.storage.replacing import (
     refuse_filled,
     remove_folder,
     replacing_folder,
-    sync_folder,
 )
 from offload.storage.state_file import Kind, read_json, read_state, write_state
-from offload.system.reasons import reading, writing
+from offload.system.reasons import reading
 from offload.system.regular import absolute, is_file, is_folder
-from offload.tensor.deferred import DeferredTensor, deferred
-from offload.tensor.guests import CPU
+from offload.tensor.deferred import DeferredTensor, as_dtype
 from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
@@ -65,17 +60,7 @@ _KIND = Kind(
 )
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """A model that is to be written anew.
-
-    Attributes:
-        tensors: its values, under the names that its class has; they are decoded and cast when they are read.
-        companions: the configuration, the tokenizer... that belong beside them, by file name.
-    """
-
-    tensors: dict[str, OffloadedTensor]
-    companions: dict[str, bytes]
+_Source: TypeAlias = "tuple[dict[str, OffloadedTensor], dict[str, bytes]]"
 
 
 def convert_checkpoint(
@@ -84,9 +69,7 @@ def convert_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    to_offload_folder: bool = False,
     dequantize: bool = False,
-    resume: bool = False,
 ) -> Path:
     """Write a checkpoint anew, with the configuration and tokenizer files beside it; returns the new folder.
 
@@ -94,59 +77,30 @@ def convert_checkpoint(
         source: see `open_checkpoint`.
         target: the new folder; it may be there if it is empty.
         dtype, max_shard_size: see `save_checkpoint`.
-        to_offload_folder: one file per name, which can be written to in place, instead of a checkpoint.
         dequantize: for a quantized checkpoint, write the dense one that transformers would have in memory. What is
             packed is in `dtype` then, or, if that is None, in the dtype of the configuration. A GGUF file, whose names
             are llama.cpp's, is always dequantized: in float32 if `dtype` is None. Its tokenizer is written, too.
-        resume: go on with a run of `dequantize` that was killed, from the folder `target` + ".partial".
 
     Raises:
-        ForeignFileError: `target` is there and not empty, or in the folder of `source`.
-        JournalError: a run of `dequantize` was begun, and is not resumed; or it was one with other arguments.
+        ForeignFileError: `target` is there and not empty.
         CheckpointError: a quantized checkpoint, in a form that would not outlive this, or is not decoded; one that is
             to be dequantized, and is dense; no JSON in its `config.json`.
-        OffloadError: as `open_checkpoint` and `save_checkpoint`; `ArgumentError` for `resume` without `dequantize`.
+        OffloadError: as `open_checkpoint` and `save_checkpoint`.
     """
-    opened, target = open_checkpoint(source), target_outside(target, source)
-    if to_offload_folder and PARTS_NOTE in opened.metadata:
-        raise CheckpointError(
-            f"{opened.path} holds quantized weights in torchao's form, whose metadata an offload folder can't hold: "
-            "convert it to safetensors, or load the model and call offload.disk_offload"
-        )
+    opened, target = open_checkpoint(source), absolute(target)
     if dequantize or opened.is_gguf:
-        options = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
-        run = {**options, "max_shard_size": max_shard_size, "source": identities_of(opened)}
-        _convert_dense(opened, target, dtype, run, resume=resume)
-        return target
-    if resume:
-        raise ArgumentError("resume=True needs dequantize=True: other runs leave nothing behind, so run it again")
+        tensors, companions = _dequantized(opened, dtype)
+        contents = contents_of(tensors, dtype)
+    else:
+        contents, companions = contents_in(opened, dtype), companions_beside(opened.path, dtype)
     with replacing_folder(target) as folder:
-        put_files(folder, companions_beside(opened.path, dtype))
-        if to_offload_folder:
-            _write_one_by_one(opened.tensors(), folder, dtype)
-        else:
-            write_checkpoint(contents_in(opened, dtype), folder, largest_shard(max_shard_size))
+        put_files(folder, companions)
+        write_checkpoint(contents, folder, largest_shard(max_shard_size))
     return target
 
 
-def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, run: Settings, *, resume: bool) -> None:
-    """Write the dense checkpoint, file by file, in the folder of the run, and then put it at the target."""
-    made = _dequantized(source, dtype)
-    with resumable_folder(target, run, resume=resume) as work:
-        new = work / "new"
-        made_folder(new)
-        if run["to_offload_folder"]:
-            _write_one_by_one(made.tensors, new, dtype)
-        else:
-            write_file_by_file(contents_of(made.tensors, dtype), new, largest_shard(run["max_shard_size"]))
-        put_files(new, made.companions)
-        with writing(target):
-            os.rename(new, target)
-        sync_folder(target.parent)
-
-
-def source_of(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
-    """A dense model, from a folder or a GGUF file.
+def source_of(source: Checkpoint, dtype: torch.dtype | None) -> _Source:
+    """The values of a dense model, from a folder or a GGUF file, and the files that belong beside them.
 
     Floating-point values are cast to `dtype`; if that is None, only what is packed in a GGUF file is, to float32.
     Raises `CheckpointError` for a `config.json` that is no JSON, or a GGUF file that transformers can't read;
@@ -156,19 +110,16 @@ def source_of(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
         return _dequantized(source, dtype)
     tensors = source.tensors()
     if dtype is not None:
-        tensors = {
-            name: tensor if subclass_value(tensor) is not None else _stored(_cast(tensor, dtype), name)
-            for name, tensor in tensors.items()
-        }
-    return ModelSource(tensors, companions_beside(source.path, dtype))
+        tensors = {name: _stored(_cast(tensor, dtype), name) for name, tensor in tensors.items()}
+    return tensors, companions_beside(source.path, dtype)
 
 
-def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
+def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> _Source:
     if source.is_gguf:
         model = empty_model(source, dtype)
         values = values_in(source, None, model=model)
         tensors = {name: _stored(tensor, name) for name, tensor in values.tensors.items()}
-        return ModelSource(tensors, companions_of(model))
+        return tensors, {**tokenizer_files(source.path), **companions_of(model)}
     path = source.path / CONFIG
     config = _read_config(path) if is_folder(source.path) and is_file(path) else {}
     quantization = _parts_of(config, "quantization_config")
@@ -180,23 +131,18 @@ def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
             f"the weights of {source.path} are packed for special kernels ({method_of(quantization[0])}), "
             "and are not decoded: load the model, and save the result of its dequantize()"
         )
-    wanted = dtype or _dtype_of(config)
-    dense = {name: _stored(_in_dtype(tensor, wanted), name) for name, tensor in values.tensors.items()}
-    return ModelSource(dense, companions_beside(source.path, dtype, is_dense=True))
+    wanted, dense = dtype or _dtype_of(config), {}
+    for name, tensor in values.tensors.items():  # what was not packed keeps its dtype
+        is_packed = is_offloaded(tensor) and handle_of(tensor).composed is not None
+        dense[name] = _stored(_cast(tensor, wanted) if wanted and is_packed else tensor, name)
+    return dense, companions_beside(source.path, dtype, is_dense=True)
 
 
-def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A decoded value in another dtype; what was not packed stays as it is."""
-    if dtype is not None and is_offloaded(tensor) and handle_of(tensor).composed is not None:
-        return deferred(tensor).to(dtype)
-    return tensor
-
-
-def _cast(tensor: OffloadedTensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A value in another dtype, if it is one of numbers that can be cast; a quantized one in memory."""
-    if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.itemsize == 1:
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A value on disk in another dtype, if it is one of numbers that can be cast."""
+    if not is_offloaded(tensor) or not tensor.is_floating_point() or tensor.itemsize == 1:
         return tensor
-    return (deferred(tensor) if subclass_value(tensor) is None else tensor).to(dtype)
+    return tensor if subclass_value(tensor) is not None else as_dtype(tensor, dtype)
 
 
 def _stored(tensor: torch.Tensor, name: str) -> OffloadedTensor:
@@ -205,26 +151,15 @@ def _stored(tensor: torch.Tensor, name: str) -> OffloadedTensor:
     return tensor if is_offloaded(tensor) else OffloadedTensor.from_original_tensor(tensor, name)
 
 
-def _write_one_by_one(tensors: Mapping[str, OffloadedTensor], folder: Path, dtype: torch.dtype | None) -> None:
-    """One file per value; those that are there already are not made again."""
-    done = os.listdir(folder)
-    for name, tensor in progress(tensors.items(), "converting", total=len(tensors)):
-        cast = _cast(tensor, dtype) if file_name(name) not in done else None
-        if isinstance(cast, DeferredTensor):
-            cast.in_file(name, folder, CPU)
-        elif cast is not None:
-            OffloadedTensor.from_original_tensor(cast, name, folder)
-
-
 @contextmanager
-def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[Path]:
+def resumable_folder(target: Path, run: Settings) -> Iterator[Path]:
     """The folder `target` + ".partial", which keeps the progress of a run while the block, or the next run, goes on.
 
     When the block succeeds, which puts the new folder at `target`, it is removed; so it is if the block fails before
     there is any progress. `run` identifies the run, as JSON.
 
     Raises:
-        JournalError: there is a run that should not be resumed, or another one.
+        JournalError: another run was begun.
         MissingFileError, ForeignFileError: the folder belongs to something else, and is left as it is; or `target` is
             there and not empty.
         WriteError
@@ -235,10 +170,6 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
         made_folder(work)
     if is_filled(work):
         before = read_state(work / _RUN, _KIND)
-        if not resume:
-            raise JournalError(
-                f"{work} has an unfinished run: continue it (resume=True, --resume), or remove the folder"
-            )
         other = next((key for key, value in run.items() if before.get(key) != value), None)
         if other is not None:
             raise JournalError(
@@ -258,30 +189,10 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
         remove_folder(work)
 
 
-def target_outside(target: PathLike, *sources: PathLike) -> Path:
-    """The path of a new folder, which is in none of the folders that are read.
-
-    Raises `ForeignFileError` if it is in one of them.
-    """
-    path = absolute(target)
-    around = next(
-        (one for one in map(absolute, sources) if is_folder(one) and one.resolve() in path.resolve().parents), None
-    )
-    if around is not None:
-        raise ForeignFileError(f"{path} is in {around}, which is only read: name a folder outside of it")
-    return path
-
-
 def identities_of(source: Checkpoint) -> dict[str, list[int]]:
-    """The files of a checkpoint, its configuration too, with size and modification time, to recognise it later."""
+    """The files of a checkpoint, with size and modification time, to recognise it later."""
     files = {file.path: file.identity for value in source.values() for file in value.files}
-    found = {str(path): [identity.size, identity.modified] for path, identity in files.items()}
-    config = source.path / CONFIG
-    if is_folder(source.path) and is_file(config):  # it says how the files are to be read
-        with reading(config):
-            status = config.stat()
-        found[str(config)] = [status.st_size, status.st_mtime_ns]
-    return found
+    return {str(path): [identity.size, identity.modified] for path, identity in files.items()}
 
 
 def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dense: bool = False) -> dict[str, bytes]:
@@ -308,16 +219,6 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dens
     return found
 
 
-def dtype_in(folder: Path) -> str | None:
-    """The name of the dtype that a model's folder says it computes in.
-
-    Raises `CheckpointError` if there is no JSON in its `config.json`.
-    """
-    path = folder / CONFIG
-    found = _dtype_of(_read_config(path)) if is_file(path) else None
-    return None if found is None else dtype_name(found)
-
-
 def _dtype_of(config: Json) -> torch.dtype | None:
     names = (name for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str))
     return next((found for found in map(dtype_named, names) if found is not None), None)
@@ -335,7 +236,7 @@ def _rewritten(path: Path, dtype: torch.dtype | None, *, is_dense: bool) -> byte
     config = _read_config(path)
     quantization = config.get("quantization_config") if isinstance(config, dict) and not is_dense else None
     method = method_of(quantization) if isinstance(quantization, dict) else None
-    if method not in (None, "torchao"):
+    if method is not None:
         raise CheckpointError(
             f"{path} says that the weights are quantized ({method}): "
             f"their scales can't be converted to {dtype}. Leave the dtype as it is, or dequantize them."

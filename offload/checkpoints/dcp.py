@@ -4,23 +4,21 @@ Always true:
 - nothing in the pickled metadata is executed: its objects become notes, and any name that torch does not write there
   is refused
 - no value is read; what one process wrote whole is referenced in its file, and shards become a recipe
-- shards cover their value, each element exactly once, and have its dtype
+- shards are the cells of a grid over their value, and have its dtype
 
 Source of the format: `torch/distributed/checkpoint/metadata.py` and `filesystem.py`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from offload.checkpoints import log
 from offload.errors import CheckpointError, CorruptFileError
 from offload.storage.file import TensorFile
 from offload.storage.header import is_file_name
@@ -30,9 +28,7 @@ from offload.system.reasons import short
 from offload.system.regular import read_regular
 
 METADATA = ".metadata"
-SUFFIX = ".distcp"
 _LONGEST = 1 << 28  # bytes of the metadata
-_MOST_CUT = 8  # dimensions in which a value is cut; a mesh has fewer
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
@@ -84,12 +80,11 @@ def read_metadata(folder: Path) -> dict[str, Sharded]:
         found = _fields(read_notes(read_regular(path, _LONGEST), _CLASSES))
         stored = _fields(found["storage_data"], dict)
         places = {_place_of(index): _fields(info) for index, info in stored.items()}
-        tensors, others = {}, []
-        for name, noted in _fields(found["state_dict_metadata"], dict).items():
-            if type(noted).__name__ == "TensorStorageMetadata":
-                tensors[name] = _fields(noted)
-            else:
-                others.append(name)
+        tensors = {
+            name: _fields(noted)
+            for name, noted in _fields(found["state_dict_metadata"], dict).items()
+            if type(noted).__name__ == "TensorStorageMetadata"
+        }
         names = _names(tensors, found.get("planner_data"))
         values = {name: _sharded(name, key, tensors[key], places) for name, key in names.items()}
     except (CheckpointError, CorruptFileError) as error:
@@ -100,11 +95,6 @@ def read_metadata(folder: Path) -> dict[str, Sharded]:
         ) from error
     if not values:
         raise CheckpointError(f"{path} names no tensors")
-    left = [*others, *(tensors.keys() - set(names.values()))]
-    if left:
-        log.info(
-            "%s: left out %d entries that are not tensors of the model, such as %s", folder, len(left), short(left[0])
-        )
     return values
 
 
@@ -179,12 +169,9 @@ def _sharded(
         if start not in parts and (0 not in sides or 0 in shape):
             parts[start] = _shard(name, start, sides, shape, places.get((key, start)))
     shards = tuple(parts[start] for start in sorted(parts))
-    inside = all(
-        low + side <= end for shard in shards for low, side, end in zip(shard.start, shard.shape, shape, strict=True)
-    )
-    if not shards or not inside or not _is_cut_into(shape, shards):
+    if not shards or not _is_grid(shape, shards):
         raise CheckpointError(
-            f"gives {name!r} of shape {list(shape)} {len(shards)} shards that do not cover it: "
+            f"gives {name!r} of shape {list(shape)} {len(shards)} shards that do not cover it as a grid: "
             "the save was not finished"
         )
     return Sharded(dtype, shape, shards)
@@ -206,19 +193,13 @@ def _shard(name: str, start: Sizes, sides: Sizes, shape: Sizes, place: Mapping[s
     return Shard(file, name if sides == shape else f"{name}[{sections}]", begin, nbytes, start, sides)
 
 
-def _is_cut_into(shape: Sizes, shards: tuple[Shard, ...]) -> bool:
-    """Whether the shards tile the shape: their corners, with alternating signs, then add up to its own.
-
-    The mixed difference of the function that counts shards at each element is that sum of corners, and determines it.
-    So this takes a time that is linear in the number of shards.
-    """
-    cut = [at for at, side in enumerate(shape) if any(shard.shape[at] != side for shard in shards)]
-    if len(cut) > _MOST_CUT:
-        return False
-    boxes = [((0,) * len(shape), shape, -1), *((shard.start, shard.shape, 1) for shard in shards)]
-    corners: Counter[Sizes] = Counter()
-    for start, sides, sign in boxes:
-        for far in product((False, True), repeat=len(cut)):
-            corner = tuple(start[at] + sides[at] * is_far for at, is_far in zip(cut, far, strict=True))
-            corners[corner] += sign * (-1) ** sum(far)
-    return not any(corners.values())
+def _is_grid(shape: Sizes, shards: tuple[Shard, ...]) -> bool:
+    """Whether shards with different starts are the cells of a grid over a value, as processes of a mesh share it."""
+    cells = 1
+    for at, side in enumerate(shape):
+        cuts = sorted({(shard.start[at], shard.shape[at]) for shard in shards})
+        ends = [0, *(low + length for low, length in cuts)]
+        if [low for low, _ in cuts] != ends[:-1] or ends[-1] != side:
+            return False
+        cells *= len(cuts)
+    return cells == len(shards)

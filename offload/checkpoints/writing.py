@@ -17,23 +17,23 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from offload.checkpoints import log
 from offload.checkpoints.checkpoint import Checkpoint
-from offload.checkpoints.companions import NOTE, companions_in, put_files
-from offload.checkpoints.forms.torchao import in_torchaos_form, prefixes_of_quantized
+from offload.checkpoints.companions import missing_in, put_files
+from offload.checkpoints.forms.torchao import PARTS_NOTE, in_torchaos_form
 from offload.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     ForeignFileError,
     OffloadError,
     ReadError,
     UnsupportedOpError,
-    WriteError,
 )
 from offload.memory import as_bytes
 from offload.progress import progress_in_bytes
@@ -47,7 +47,7 @@ from offload.storage.write import refuse_foreign, write_beside
 from offload.system.reasons import reading, writing
 from offload.system.regular import is_there
 from offload.tensor.arguments import checked_dense, refuse_unstorable
-from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
+from offload.tensor.saved import identity_of, refuse_referenced, subclass_value, write_value
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -57,59 +57,39 @@ _FOREIGN = (
     "Save to another folder, or move it away first."
 )
 _LARGEST_STEP = 64  # alignment in bytes of values whose sizes allow it
-_OWN_METADATA = ("format", MARK, NOTE)
+_OWN_METADATA = ("format", MARK)
 _KIND = Kind(what="an index of offload", stamp={"metadata": {MARK: json.dumps({"version": VERSION})}})
 
 
 def write_checkpoint(
-    contents: Contents, folder: Path, most: int, *, companions: Mapping[str, bytes] | None = None
+    contents: Contents, folder: Path, most: int, *, companions: Mapping[str, bytes] = MappingProxyType({})
 ) -> list[Path]:
     """Write a checkpoint, in place of an earlier one of ours; returns the files with the weights, the index last.
 
     Args:
         folder: created if needed.
         most: bytes of the values in a file; a value that is larger has its own file.
-        companions: the files of a model beside its weights; None if nothing is known of one: then what is there stays.
+        companions: the configuration files of a model beside its weights: those that are missing are written.
 
     Raises `ForeignFileError`, `WriteError`, `ReadError`: see `offload.save_checkpoint`.
     """
     files = _shards(contents, most)
-    earlier = _earlier_in(folder, files, contents.sources)
-    opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None and file.is_ours]
-    noted = {key: text for file in opened for key, text in file.header.metadata.items()}
-    beside, note, outdated = companions_in(folder, companions, noted)
-    contents = replace(contents, metadata={**contents.metadata, **note})
+    earlier = _earlier_in(folder, files)
+    missing = missing_in(folder, companions)
     files = _with_free_names(folder, files)
     targets = _targets_in(folder, files)
     made_folder(folder, contents.nbytes)
     with replacing_all(targets, contents.nbytes) as temporaries:
         _write_files(contents, files, temporaries)
-    put_files(folder, beside)
-    for path in outdated:
-        path.unlink(missing_ok=True)
+    put_files(folder, missing)
     _remove_earlier(path for path in earlier if path not in targets)
     log.info("saved %d values, %d bytes, in %d files in %s", len(contents.parts), contents.nbytes, len(files), folder)
     return targets
 
 
-def write_file_by_file(contents: Contents, folder: Path, most: int) -> None:
-    """As `write_checkpoint`, to a folder that keeps each file once it is whole; existing ones are not made again.
-
-    Args:
-        contents, most: those that the files there were made with.
-        folder: one of ours.
-    """
-    files = _shards(contents, most)
-    made_folder(folder, contents.nbytes)
-    for path in _targets_in(folder, files):
-        if not is_there(path):
-            with replacing_all([path], contents.nbytes) as temporaries:
-                _write_files(contents, files, temporaries)
-
-
 def largest_shard(size: int | str) -> int:
     """`max_shard_size` in bytes. Raises `ArgumentError` if it is not an amount, or zero."""
-    most = as_bytes(size, 0)
+    most = as_bytes(size)
     if most < 1:
         raise ArgumentError(f"max_shard_size={size!r} is too small for any value: use '5GB', '500MiB', 4096...")
     return most
@@ -138,16 +118,12 @@ class Contents:
     Attributes:
         parts: the values by key.
         ties: the omitted names, each with the key that has its value.
-        sources: the files that values come from, by name.
         metadata: of every file.
-        parameters: number of elements of each value, for the index.
     """
 
     parts: dict[str, WrittenValue]
     ties: dict[str, str]
-    sources: dict[str, list[Path]]
     metadata: dict[str, str]
-    parameters: dict[str, int]
 
     @property
     def nbytes(self) -> int:
@@ -176,17 +152,20 @@ def contents_of(
         _check(name, tensor)
     ties = _ties(tensors, discarded)
     metadata = metadata or {}
-    parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype, metadata)
-    sources = {name: files_of(tensor) for name, tensor in tensors.items()}
-    numbers = {key: prod(part.layout.shape) for key, part in parts.items()}
-    return Contents(parts, ties, sources, {**metadata, **more}, numbers)
+    parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype)
+    return Contents(parts, ties, {**metadata, **more})
 
 
 def contents_in(source: Checkpoint, dtype: torch.dtype | None = None) -> Contents:
     """The contents of an opened checkpoint, with its ties and metadata: quantized values can't be read without them.
 
-    Raises: as `contents_of`
+    Raises: as `contents_of`; `CheckpointError` for a dtype, if there are weights of torchao's classes.
     """
+    if dtype is not None and PARTS_NOTE in source.metadata:
+        raise CheckpointError(
+            f"{source.path} holds weights that torchao quantized: their scales can't be converted to {dtype}. "
+            "Leave the dtype as it is."
+        )
     metadata = {
         key: text for key, text in source.metadata.items() if key not in _OWN_METADATA and key not in source.ties
     }
@@ -225,16 +204,14 @@ def _ties(tensors: Mapping[str, torch.Tensor], discarded: Collection[str]) -> di
 
 
 def _parts(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> tuple[dict[str, WrittenValue], dict[str, str]]:
     """The entries of the files, and additions to their metadata."""
-    of_quantized = prefixes_of_quantized(tensors, metadata)
     quantized = {name: value for name, tensor in tensors.items() if (value := subclass_value(tensor)) is not None}
     plain, notes = in_torchaos_form(tensors) if quantized else (tensors, {})
     for name, value in quantized.items():
         refuse_lossy(value, name)
-    stay = {key for key in plain if key not in tensors or key.startswith(of_quantized)}
-    return {key: _part(key, tensor, None if key in stay else dtype) for key, tensor in plain.items()}, notes
+    return {key: _part(key, tensor, dtype if key in tensors else None) for key, tensor in plain.items()}, notes
 
 
 def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> WrittenValue:
@@ -315,8 +292,8 @@ def _write_files(contents: Contents, files: Mapping[str, list[str]], temporaries
 
 def _write_index(target: Path, temporary: Path, contents: Contents, files: Mapping[str, list[str]]) -> None:
     weight_map = {key: name for name, keys in files.items() for key in keys}
-    numbers = {"total_parameters": sum(contents.parameters.values()), "total_size": contents.nbytes}
-    index = {"metadata": {**contents.ties, **numbers, **_KIND.stamp["metadata"]}, "weight_map": weight_map}
+    metadata = {**contents.ties, "total_size": contents.nbytes, **_KIND.stamp["metadata"]}
+    index = {"metadata": metadata, "weight_map": weight_map}
     data = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
     with writing(target, len(data)), new_file(temporary, len(data), like=target) as fd:
         write_all(fd, memoryview(data), 0)
@@ -325,11 +302,10 @@ def _write_index(target: Path, temporary: Path, contents: Contents, files: Mappi
 # Earlier files
 
 
-def _earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterable[Path]]) -> list[Path]:
+def _earlier_in(folder: Path, files: Iterable[str]) -> list[Path]:
     """The files of the earlier checkpoint in a folder, which a new one replaces or removes; index first.
 
-    These include our shards that no index names: a killed process left them. The new one would have `files`, and its
-    values come from `sources`, by name.
+    These include our shards that no index names: a killed process left them. The new one would have `files`.
 
     Raises `ForeignFileError` if files there are not ours, or live tensors refer to them.
     """
@@ -340,7 +316,6 @@ def _earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterab
     for path in sorted({*(folder / name for name in files), *earlier}):
         refuse_foreign(path, _KIND if path.name == _INDEX else None, _FOREIGN)
     _refuse_offload_folder(folder)
-    refuse_sources(sources, earlier)
     refuse_referenced(earlier)
     return earlier
 
@@ -351,13 +326,8 @@ def _remove_earlier(paths: Iterable[Path]) -> None:
     Raises `WriteError`.
     """
     for path in paths:
-        try:
+        with writing(path):
             path.unlink()
-        except OSError as error:
-            reason = (
-                f"the new checkpoint is written, but this file of the earlier one stays ({error.strerror}): remove it"
-            )
-            raise WriteError(error.errno, reason, str(path)) from error
         if path.name == _INDEX:
             sync_folder(path.parent)
 
@@ -367,16 +337,11 @@ def _refuse_offload_folder(folder: Path) -> None:
     with reading(folder):
         found = list(folder.glob("*.safetensors"))
     for path in found:
-        file = _opened(path)
-        if file is not None and file.notes.get("name") is not None:
+        try:
+            is_value = "name" in TensorFile.open(path).notes
+        except ReadError:
+            raise
+        except OffloadError:  # another kind of file
+            is_value = False
+        if is_value:
             raise ForeignFileError(f"{folder} is an offload folder ({path.name}...): save to another one")
-
-
-def _opened(path: Path) -> TensorFile | None:
-    """A file of tensors; None if it is not one."""
-    try:
-        return TensorFile.open(path)
-    except ReadError:
-        raise
-    except OffloadError:
-        return None

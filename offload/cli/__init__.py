@@ -4,10 +4,10 @@
 | --- | --- |
 | `plan` | `plan` |
 | `models` | `generate` `chat` |
-| `batch` `requests` | `batch`, and the lines it reads and writes |
+| `batch` | `batch` |
 | `serve` | `serve` |
 | `files` | `inspect` `convert` `quantize` `merge-lora` `verify` |
-| `rows` | `cache info` `cache verify` `cache export` |
+| `rows` | `cache` |
 | `machine` | `doctor` |
 | `commands` | the table of commands, with their arguments and options |
 | `arguments` | parsing arguments |

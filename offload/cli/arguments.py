@@ -35,14 +35,6 @@ def existing(place: Path) -> Path:
     return place
 
 
-def prompt(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError("the prompt is not valid UTF-8") from error
-    return text
-
-
 def _whole(text: str, least: int, most: int, what: str = "a") -> int:
     if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} number from {least} to {most}")
@@ -51,11 +43,6 @@ def _whole(text: str, least: int, most: int, what: str = "a") -> int:
 
 def count(text: str) -> int:
     return _whole(text, 1, 2**31 - 1)
-
-
-def draft(text: str) -> int | None:
-    """A number of tokens; None for what follows from the cost of a pass."""
-    return None if text == "auto" else 0 if text == "0" else count(text)
 
 
 def number(text: str) -> float:
@@ -98,16 +85,10 @@ def size(text: str) -> str:
     from offload.memory import as_bytes
 
     try:
-        as_bytes(text, 0)
+        as_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size: use 500MB, 5GB, 4096...") from error
     return text
-
-
-def memory(text: str) -> str | float:
-    """A number of bytes, or a fraction of what is available."""
-    is_fraction = "." in text and text.replace(".", "", 1).isdecimal() and float(text) <= 1
-    return float(text) if is_fraction else size(text)
 
 
 def device(text: str) -> torch.device:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from offload.cli import batch, files, machine, models, plan, rows, serve
-from offload.cli.arguments import count, device, draft, dtype, memory, number, path, port, prompt, seed, share, size
+from offload.cli.arguments import count, device, dtype, number, path, port, seed, share, size
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Command:
         usage = "%(prog)s [options] --prompt PROMPT model" if name == "generate" else None
         command = commands.add_parser(name, help=self.help, description=run.__doc__, usage=usage)
         command.set_defaults(run=run)
+        command.add_argument("--traceback", action="store_true", help="show where an error comes from")
+        command.add_argument("-v", "--verbose", action="count", default=0, help="log what is done; -vv logs more")
         rare = command.add_argument_group("options that few need")
         one_of = None
         for word in self.takes.split():
@@ -47,32 +49,26 @@ class Option:
 
     help: str
     settings: Mapping[str, Any]  # others of `add_argument`
-    completes: str = ""  # what a shell offers for it: "FILE", "DIRECTORY", or nothing
     is_one_of: bool = False  # of several, of which exactly one is given
 
     def add_to(self, command: Any, name: str) -> None:
-        import shtab
-
         settings = {**self.settings}
         if name.startswith("--") and settings.get("type") in _METAVARS:
             settings["metavar"] = _METAVARS[settings["type"]]
-        action = command.add_argument(name, help=self.help, **settings)
-        if self.completes:
-            action.complete = getattr(shtab, self.completes)
+        command.add_argument(name, help=self.help, **settings)
 
 
 _METAVARS: Mapping[object, str] = {
-    **dict.fromkeys((count, draft, seed), "N"),
+    **dict.fromkeys((count, seed), "N"),
     **dict.fromkeys((number, share), "X"),
-    **dict.fromkeys((memory, size), "SIZE"),
+    size: "SIZE",
     path: "PATH",
-    prompt: "TEXT",
 }
 
 
-def _takes(kind: Callable[[str], object] | None, about: str, completes: str = "", **settings: object) -> Option:
+def _takes(kind: Callable[[str], object] | None, about: str, **settings: object) -> Option:
     is_told = settings.get("default") is None or "default:" in about
-    return Option(about if is_told else f"{about} (default: %(default)s)", {"type": kind, **settings}, completes)
+    return Option(about if is_told else f"{about} (default: %(default)s)", {"type": kind, **settings})
 
 
 def _is(about: str) -> Option:
@@ -85,18 +81,16 @@ def _form(name: str, about: str) -> Option:
 
 OPTIONS = {
     # A model, and where it goes
-    "model": _takes(None, "a folder with a checkpoint, a GGUF file, or a model on the hub", "DIRECTORY"),
+    "model": _takes(None, "a checkpoint's folder, a GGUF file, or a hub's model"),
     "--device": _takes(device, "cpu, cuda, cuda:1... (default: an accelerator, if any)"),
     "--dtype": _takes(dtype, "of the weights: bfloat16, float16, float32... (default: as configured)"),
-    "--max-memory": _takes(memory, "how much of the weights may stay in memory: 8GiB, 0.5 (default: what is free)"),
-    "--device-memory": _takes(memory, "the same, on an accelerator: 20GiB, 0.5 (default: what is free, less a tenth)"),
-    "--offload-dir": _takes(path, "for weights that change (default: a temporary one)"),
-    "--store": _is("write decoded weights to --offload-dir (default: no)"),
+    "--max-memory": _takes(size, "how much of the weights may stay in memory: 8GiB (default: what is free)"),
+    "--device-memory": _takes(size, "the same, on an accelerator: 20GiB (default: what is free, less a tenth)"),
     "--revision": _takes(None, "branch, tag or commit on the hub (default: main)"),
     "--trust-remote-code": _is("run code that comes with the model, which can do whatever you can (default: refuse)"),
     # Text
-    "--prompt": _takes(prompt, "a message to the model, or text that it continues", required=True),
-    "--system": _takes(prompt, "instructions before the message (default: none)"),
+    "--prompt": _takes(None, "a message to the model, or text that it continues", metavar="TEXT", required=True),
+    "--system": _takes(None, "instructions before the message (default: none)", metavar="TEXT"),
     "--raw": _is("continue the prompt as it is, without a template"),
     "--max-new-tokens": _takes(count, "of an answer, where a request does not say", default=1024),
     "--max-new-tokens@chat": _takes(count, "of an answer, at most", default=1024),
@@ -104,20 +98,13 @@ OPTIONS = {
     "--max-new-tokens@batch": _takes(count, "of an answer, where a line does not say", default=256),
     "--prompt-cache": _takes(path, "keep keys and values of prompts there (default: none)"),
     "--prompt-cache-size": _takes(size, "how much that may take", default="10GiB"),
-    "--kv-cache": _is("keep keys and values on disk (default: in memory)"),
     "--temperature": _takes(number, "of sampling (default: 0, the most likely token)"),
     "--temperature@chat": _takes(number, "of sampling; 0: none (default: as the model's settings say)"),
     "--top-p": _takes(share, "of the most likely tokens to sample among (default: 1)"),
     "--seed": _takes(seed, "of sampling (default: a random one)"),
-    "--assistant": _takes(None, "a smaller model that drafts tokens (default: none)", "DIRECTORY", metavar="SMALL"),
-    "--draft": _takes(
-        draft,
-        "tokens to draft, also from the text (default: auto)",
-        default="auto",
-    ),
-    "input": _takes(path, "JSON lines: custom_id, and messages or a prompt; - for standard input", "FILE"),
-    "output": _takes(path, "where answers are appended, as JSON lines", "FILE"),
-    "--errors": _takes(path, "for bad lines (default: OUTPUT.errors.jsonl)"),
+    "--assistant": _takes(None, "a smaller model that drafts tokens (default: none)", metavar="SMALL"),
+    "input": _takes(path, "JSON lines: a custom_id, and a body with messages or a prompt"),
+    "output": _takes(path, "where answers are appended, as JSON lines"),
     "--in-flight": _takes(count, "answers that share one reading of the model (default: as many as fit in memory)"),
     # A server
     "--in-flight@serve": _takes(
@@ -127,9 +114,6 @@ OPTIONS = {
     "--host": _takes(None, "address to listen at", default=serve.LOOPBACK),
     "--port": _takes(port, "to listen at; 0 for a free one", default=8000),
     "--api-key": _takes(None, f"that clients must send (default: ${serve.KEY}, which other users can't see)"),
-    "--allow-origin": _takes(
-        None, "of pages in browsers, https://chat.example.org (default: none)", action="append", default=[]
-    ),
     "--queue": _takes(count, "answers that may wait", default=256),
     "--grace": _takes(count, "seconds that answers in progress have after SIGTERM", default=30),
     # A plan
@@ -137,10 +121,9 @@ OPTIONS = {
     "--context": _takes(count, "tokens of each", default=1024),
     "--disk-rate": _takes(size, "bytes that the disk reads in a second: 2GB (default: measured)"),
     # What is written
-    "target": _takes(path, "the new folder", "DIRECTORY"),
-    "target@export": _takes(path, "the new file, with the suffix .safetensors or .pt"),
-    "adapter": _takes(None, "a folder that peft saved, or an adapter on the hub", "DIRECTORY"),
-    "source": _takes(path, "a checkpoint's file, index or folder, a GGUF file, or an offload folder", "FILE"),
+    "target": _takes(path, "the new folder"),
+    "adapter": _takes(None, "a folder that peft saved, or an adapter on the hub"),
+    "source": _takes(path, "a checkpoint's file, index or folder, a GGUF file, or an offload folder"),
     "--int8": _form("int8", "8-bit integers"),
     "--int4": _form("int4", "4-bit integers"),
     "--fp8": _form("fp8", "8-bit floating-point numbers (E4M3)"),
@@ -151,29 +134,21 @@ OPTIONS = {
         dtype, "to write, and to compute in: bfloat16, float32... (default: as it is; of a packed GGUF file bfloat16)"
     ),
     "--max-shard-size": _takes(size, "of the values in a file: 500MB, 2GiB", default="5GB"),
-    "--to": _takes(None, "the kind of folder to write", choices=["safetensors", "offload"], default="safetensors"),
     "--dequantize": _is("of a quantized checkpoint, write the dense one (of a GGUF file always)"),
-    "--resume": _is("resume a run that was killed"),
-    "--resume@convert": _is("resume a run that dequantizes, and was killed"),
     # What is looked at
-    "path": _takes(path, "a file of tensors, an index, a checkpoint's folder, or an offload folder", "FILE"),
-    "path@cache": _takes(path, "a cache's folder, or a file of TensorCache.to_disk", "FILE"),
-    "--columns": _takes(None, "which columns (default: all)", nargs="+", metavar="NAME"),
-    "folder": _takes(
-        path, "where values would be kept (default: the current folder)", "DIRECTORY", nargs="?", default=Path()
-    ),
-    "--check": _is("compare tiny models on disk with the same ones in memory, in some 20 s"),
+    "path": _takes(path, "a file of tensors, an index, a checkpoint's folder, or an offload folder"),
+    "path@cache": _takes(path, "a cache's folder, or a file of TensorCache.to_disk"),
+    "folder": _takes(path, "where values would be kept (default: the current folder)", nargs="?", default=Path()),
     "--json": _is("print JSON, for programs"),
 }
 
 _RARE = (  # in a group of their own in the help
-    *("--dtype", "--device-memory", "--offload-dir", "--store", "--revision", "--trust-remote-code", "--raw"),
-    *("--prompt-cache", "--prompt-cache-size", "--kv-cache", "--assistant", "--draft"),
-    *("--allow-origin", "--queue", "--grace", "--errors", "--group-size"),
+    *("--dtype", "--device-memory", "--revision", "--trust-remote-code", "--raw"),
+    *("--prompt-cache", "--prompt-cache-size", "--assistant"),
+    *("--queue", "--grace", "--group-size"),
 )
-_RUNS = "model --device --dtype --max-memory --device-memory --offload-dir --store --revision --trust-remote-code"
+_RUNS = "model --device --dtype --max-memory --device-memory --revision --trust-remote-code"
 _KEEPS = "--prompt-cache --prompt-cache-size"
-_DRAFTS = "--assistant --draft"
 _SAMPLES = "--temperature --top-p --seed"
 _WRITES = "--dtype@written --max-shard-size"
 
@@ -186,56 +161,40 @@ COMMANDS = {
     "generate": Command(
         models,
         "run a language model from disk",
-        f"{_RUNS} --prompt --system --raw --max-new-tokens@generate {_KEEPS} --kv-cache {_SAMPLES} {_DRAFTS} --json",
+        f"{_RUNS} --prompt --system --raw --max-new-tokens@generate {_KEEPS} {_SAMPLES} --assistant --json",
     ),
     "chat": Command(
         models,
         "talk with a language model",
-        f"{_RUNS} --system --max-new-tokens@chat --temperature@chat --top-p --seed {_KEEPS} {_DRAFTS}",
+        f"{_RUNS} --system --max-new-tokens@chat --temperature@chat --top-p --seed {_KEEPS} --assistant",
     ),
     "batch": Command(
         batch,
         "answer a file of requests",
-        f"{_RUNS} input output --errors --max-new-tokens@batch --in-flight {_KEEPS} --json",
+        f"{_RUNS} input output --max-new-tokens@batch --in-flight {_KEEPS} --json",
     ),
     "serve": Command(
         serve,
         "serve a language model to OpenAI's clients",
-        f"{_RUNS} {_DRAFTS} {_KEEPS} --name --host --port --api-key --allow-origin --max-new-tokens --in-flight@serve "
-        "--queue --grace",
+        f"{_RUNS} --assistant {_KEEPS} --name --host --port --api-key --max-new-tokens --in-flight@serve --queue "
+        "--grace",
     ),
     "quantize": Command(
         files,
         "write a model in 8 or 4 bits",
-        f"model target --int8 --int4 --fp8 --group-size {_WRITES} --revision --resume",
+        f"model target --int8 --int4 --fp8 --group-size {_WRITES} --revision",
     ),
-    "merge-lora": Command(
-        files, "merge an adapter into its base", f"model adapter target {_WRITES} --revision --resume"
-    ),
-    "convert": Command(
-        files, "write a checkpoint in another form", f"source target {_WRITES} --to --dequantize --resume@convert"
-    ),
+    "merge-lora": Command(files, "merge an adapter into its base", f"model adapter target {_WRITES} --revision"),
+    "convert": Command(files, "write a checkpoint in another form", f"source target {_WRITES} --dequantize"),
     "inspect": Command(files, "list the tensors of a checkpoint", "path --json"),
     "verify": Command(files, "check that a checkpoint is complete", "path --json"),
-    "cache info": Command(rows, "print what a cache of rows holds", "path@cache --json"),
-    "cache verify": Command(rows, "check that a cache of rows is undamaged", "path@cache --json"),
-    "cache export": Command(rows, "write a cache of rows to one file", "path@cache target@export --columns"),
-    "doctor": Command(machine, "show what this machine can do", "folder --check --json"),
+    "cache": Command(rows, "print what a cache of rows holds", "path@cache --json"),
+    "doctor": Command(machine, "show what this machine can do", "folder --json"),
 }
 
 
-def add_commands(parser: argparse.ArgumentParser) -> Any:
-    """Add all commands to a parser; returns argparse's record of them."""
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add all commands to a parser."""
     commands = parser.add_subparsers(metavar="COMMAND")
-    of_caches: Any = None
     for name, command in COMMANDS.items():
-        if not name.startswith("cache "):
-            command.add_to(commands, name)
-            continue
-        if of_caches is None:
-            about = "What a cache of rows holds, whether it is whole, and as one file."
-            words = "look at a cache of rows, or write it to one file"
-            of_caches = commands.add_parser("cache", help=words, description=about)
-            of_caches = of_caches.add_subparsers(required=True, metavar="COMMAND")
-        command.add_to(of_caches, name.removeprefix("cache "))
-    return commands
+        command.add_to(commands, name)

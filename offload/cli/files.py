@@ -2,7 +2,7 @@
 
 Always true:
 - what is read is never written to; a new folder appears complete
-- a killed run is continued with `--resume`, and never restarted unless requested
+- a killed run of `quantize` goes on when it is called again
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def _how(options: argparse.Namespace, source: Path) -> Kwargs:
     dtype = options.dtype
     if dtype is None and (opened := open_checkpoint(source)).is_gguf:
         dtype = computing_dtype(opened)
-    return {"dtype": dtype, "max_shard_size": options.max_shard_size, "resume": options.resume}
+    return {"dtype": dtype, "max_shard_size": options.max_shard_size}
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Write a checkpoint anew: in another dtype or other shards, dense, as safetensors, or as an offload folder."""
+    """Write a checkpoint anew, as safetensors: in another dtype or other shards, or dense."""
     with doing("importing torch"):
         from offload.checkpoints.conversion import convert_checkpoint
 
-    form = {"to_offload_folder": options.to == "offload", "dequantize": options.dequantize}
-    convert_checkpoint(options.source, options.target, **form, **_how(options, options.source))
+    how = _how(options, options.source)
+    convert_checkpoint(options.source, options.target, dequantize=options.dequantize, **how)
     print_written(options.target)
 
 
@@ -46,13 +46,11 @@ def print_written(target: Path) -> None:
     from rich.filesize import decimal
 
     from offload.checkpoints.checkpoint import open_checkpoint
-    from offload.checkpoints.conversion import dtype_in
 
     written = open_checkpoint(target)
     files = {file.path for value in written.values() for file in value.files}
     held = f"{counted(len(files), 'file')}, {counted(len(written), 'tensor')}, {decimal(written.nbytes)}"
-    dtype = dtype_in(target)
-    say(f"{target}: written ({held}{f'; it computes in {dtype}' if dtype else ''})")
+    say(f"{target}: written ({held})")
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -76,26 +74,22 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check that a checkpoint, or an offload folder, is complete; print what is wrong as a table."""
+    """Check that a checkpoint, or an offload folder, is complete; print what is wrong."""
     from rich.filesize import decimal
-    from rich.text import Text
 
     from offload.checkpoints.verify import verify as verified
 
     verdict = verified(arguments.existing(options.path))
     code = 0 if verdict.is_whole else 1
-    counts = {"files": len(verdict.files), "tensors": verdict.tensors, "nbytes": verdict.nbytes}
+    counts = {"files": len(verdict.files), "tensors": len(verdict.tensors), "nbytes": verdict.nbytes}
     if options.json:
         print_json({"path": options.path, "is_whole": verdict.is_whole, **counts, "findings": verdict.findings})
         return code
-    if verdict.findings:
-        made = table("", "file", "what")
-        for finding in verdict.findings:
-            made.add_row(Text("error", style="red"), cell(finding.path.name), cell(finding.what))
-        console().print(made)
+    for finding in verdict.findings:
+        say(f"error: {finding}")
     state = "whole" if verdict.is_whole else counted(len(verdict.findings), "error")
-    held = f"{counted(len(verdict.files), 'file')}, {counted(verdict.tensors, 'tensor')}, {decimal(verdict.nbytes)}"
-    say(f"{options.path}: {state} ({held})")
+    held = ", ".join([counted(len(verdict.files), "file"), counted(len(verdict.tensors), "tensor")])
+    say(f"{options.path}: {state} ({held}, {decimal(verdict.nbytes)})")
     return code
 
 

@@ -11,15 +11,13 @@ Always true:
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
+import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
 
 from offload.cli.commands import add_commands
-from offload.cli.output import complain, escaping, logging_to_stderr
+from offload.cli.output import complain, logging_to_stderr
 from offload.errors import OffloadError
 from offload.importing import library, version
 
@@ -35,9 +33,6 @@ exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line;
 130 interrupted"""
 
 
-_CHOICE = re.compile(r"invalid choice: '([^']+)'")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     options = parser().parse_args(argv)
@@ -46,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         library()
-        with escaping(), logging_to_stderr(options.verbose):
+        if isinstance(sys.stdout, io.TextIOWrapper):  # characters that its encoding lacks are escaped
+            sys.stdout.reconfigure(errors="backslashreplace")
+        with logging_to_stderr(options.verbose):
             code: int | None = options.run(options)
             if sys.stdout is not None:  # None if the shell closed it
                 sys.stdout.flush()
@@ -66,57 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser for the whole command line."""
-    import shtab
-
     as_it_is, about = argparse.RawDescriptionHelpFormatter, "PyTorch tensors that live on disk."
-    made = _Parser(prog="offload", description=about, epilog=_EPILOG, formatter_class=as_it_is)
+    made = argparse.ArgumentParser(prog="offload", description=about, epilog=_EPILOG, formatter_class=as_it_is)
     made.set_defaults(run=None)
     made.add_argument("--version", action="version", version=f"offload {version()}")
-    made.add_argument("--traceback", action="store_true", help="show where an error comes from")
-    about = "log what is done to standard error; -vv logs more"
-    made.add_argument("-v", "--verbose", action="count", default=0, help=about)
-    about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
-    shtab.add_argument_to(made, ["--print-completion"], help=about)
-    _allow_everywhere(add_commands(made))
+    add_commands(made)
     return made
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that says what a mistyped command or option may be meant for (argparse does in Python 3.14)."""
-
-    _line: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._line = sys.argv[1:] if args is None else [*args]
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        for command in self._commands():
-            command.error(message)
-        known = {*self._names()}
-        words = _CHOICE.findall(message) + [word.partition("=")[0] for word in self._line if word.startswith("--")]
-        close = (difflib.get_close_matches(word, known, 1) for word in words if word not in known)
-        meant = next(filter(None, close), ())
-        super().error(message + "".join(f"; did you mean {name}?" for name in meant))
-
-    def _commands(self) -> Iterator[argparse.ArgumentParser]:
-        """Those on its line."""
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                yield from (action.choices[word] for word in self._line if word in action.choices)
-
-    def _names(self) -> Iterator[str]:
-        """Of its options, their choices, and its commands."""
-        for action in self._actions:
-            yield from (*action.option_strings, *(action.choices or ()))
-
-
-def _allow_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Accept these options after a command, too: after an error it is easiest to add them at the end of the line."""
-    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for command in commands.choices.values():
-        command.add_argument("--traceback", action="store_true", **hidden)
-        command.add_argument("-v", "--verbose", action="count", **hidden)
-        for action in command._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                _allow_everywhere(action)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.annotations import Json, Kwargs
-from offload.cli.output import console, counted, doing, hide_bars_off_a_terminal, print_json, say
+from offload.cli.output import console, counted, doing, print_json, say
 from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
 from offload.generation.bodies import Asked, Refused
 from offload.generation.chat import ONE_ANSWER, Prompt, Prompts, ends_of
@@ -37,14 +37,7 @@ def generate(options: argparse.Namespace) -> None:
 
     A model with a chat template answers the prompt as a message of a chat. Others, and all with --raw, continue it.
     """
-    from offload.integrations import kv_cache
-    from offload.transformers_api import cache_option
-
-    if options.kv_cache and options.prompt_cache is not None:
-        raise ArgumentError("--prompt-cache keeps what --kv-cache would put elsewhere: give one of them")
-    model, answering, prompts = opened(options, options.max_new_tokens, is_alone=True)
-    if options.kv_cache:
-        answering.more[cache_option()] = kv_cache(model)
+    _, answering, prompts = opened(options, options.max_new_tokens, is_alone=True)
     try:
         [prompt] = prompts.of(_asked(prompts, options))
     except Refused as error:
@@ -106,7 +99,7 @@ def chat(options: argparse.Namespace) -> None:
 
 
 def _in_chat(messages: list[Json]) -> Asked:
-    return Asked(messages, template={"add_generation_prompt": True})
+    return Asked(messages)
 
 
 def _lines() -> Iterator[str]:
@@ -191,7 +184,6 @@ def folder_of_model(options: argparse.Namespace) -> Path:
     """The folder of the named model; one from the hub is downloaded."""
     from offload.integrations.hub import folder_of
 
-    hide_bars_off_a_terminal()
     return folder_of(options.model, revision=options.revision) if options.revision else folder_of(options.model)
 
 
@@ -204,7 +196,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
-        names = ("dtype", "offload_dir", "store", "trust_remote_code")
+        names = ("dtype", "trust_remote_code")
         chosen = {name: getattr(options, name) for name in names}
         model = from_pretrained(folder, device_map=device_map, max_memory=_budgets(options), **chosen)
         if not writes_text(model):
@@ -229,7 +221,7 @@ def opened(options: argparse.Namespace, most: int, *, is_alone: bool = False) ->
     drafts = drafts_of(model, tokenizer, options) if is_alone or getattr(options, "assistant", None) else {}
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompts = Prompts(tokenizer, longest, most)
-    return model, Answering(model, tokenizer, ends_of(model, folder), more, drafts), prompts
+    return model, Answering(model, tokenizer, ends_of(model), more, drafts), prompts
 
 
 def _budgets(options: argparse.Namespace) -> Any:
@@ -250,24 +242,18 @@ def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
     """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk."""
     from offload.budget import is_read_by_each_pass
 
-    if options.draft == 0:
-        return {}
     settings = copy(model.generation_config)
     settings.update(**ONE_ANSWER)
     takes_back = not (model._is_stateful or model.config.is_encoder_decoder)
     takes_drafts = takes_back and settings.get_generation_mode() in _MODES
     if options.assistant is None:
-        is_wanted = options.draft is not None or is_read_by_each_pass(model)
-        return {"prompt_lookup_num_tokens": options.draft or _LOOKED_UP} if is_wanted and takes_drafts else {}
+        is_wanted = takes_drafts and is_read_by_each_pass(model)
+        return {"prompt_lookup_num_tokens": _LOOKED_UP} if is_wanted else {}
     if not takes_drafts:
         raise CheckpointError(f"{options.model} can't take back what it has computed, so leave out --assistant")
     folder = folder_of_model(argparse.Namespace(model=options.assistant, revision=None))
-    nothing = dict.fromkeys(("dtype", "max_memory", "device_memory", "offload_dir"))
-    chosen = {**vars(options), **nothing, "store": False}
+    chosen = {**vars(options), **dict.fromkeys(("dtype", "max_memory", "device_memory"))}
     assistant = loaded_model(folder, argparse.Namespace(**chosen))
-    if options.draft is not None:
-        said = assistant.generation_config
-        said.num_assistant_tokens, said.assistant_confidence_threshold = options.draft, 0.0
     if assistant.config.get_text_config().vocab_size == model.config.get_text_config().vocab_size:
         return {"assistant_model": assistant}
     from offload.checkpoints.companions import tokenizer_in

@@ -6,16 +6,14 @@ Always true:
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from offload.annotations import Json
 from offload.errors import visible, visible_lines
@@ -88,14 +86,6 @@ def _without_noise() -> Iterator[None]:
         yield
 
 
-def hide_bars_off_a_terminal() -> None:
-    """Turn off the progress bars of transformers and the hub if standard error is a pipe or a file."""
-    from offload.transformers_api import disable_progress_bar
-
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-
-
 @contextmanager
 def doing(what: str) -> Iterator[Callable[[], None]]:
     """Say on a terminal what is being done while the block runs; yields a function that ends it early."""
@@ -152,27 +142,12 @@ def say(text: str, *, file: TextIO | None = None) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON value on one line; escaped if standard output can't encode it."""
-    data = plain(value)
-    text = json.dumps(data, ensure_ascii=False)
-    if visible(text) != text:  # JSON leaves some control characters as they are
-        text = json.dumps(data)
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeError:
-        text = json.dumps(data)
-    print(text)
+    """Print one JSON value on one line, in ASCII: dataclasses as objects, paths as text."""
+    print(json.dumps(value, default=_plain))
 
 
-def plain(value: object) -> Json:
-    """The value in JSON types: dataclasses as objects, paths as text."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    return str(value) if isinstance(value, Path) else value
+def _plain(value: Any) -> Json:
+    return asdict(value) if is_dataclass(type(value)) else str(value)
 
 
 def complain(error: BaseException, *, as_json: bool = False) -> None:
@@ -187,22 +162,6 @@ def complain(error: BaseException, *, as_json: bool = False) -> None:
     if as_json:
         with suppress(OSError):  # standard output itself may be broken
             print_json({"error": {"kind": type(error).__name__, "message": message}})
-
-
-@contextmanager
-def escaping() -> Iterator[None]:
-    """Make standard output escape characters that its encoding lacks, instead of failing, while the block runs."""
-    out = sys.stdout
-    before = getattr(out, "errors", None)
-    if not isinstance(out, io.TextIOWrapper) or before not in ("strict", "surrogateescape"):  # the latter: of locale C
-        yield
-        return
-    out.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # it has been closed
-            out.reconfigure(errors=before)
 
 
 def _message(error: BaseException) -> str:

@@ -7,12 +7,8 @@ Always true:
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from offload.cli.output import cell, console, doing, print_json
-
-if TYPE_CHECKING:
-    from offload.planning.estimate import Plan
+from offload.cli.output import doing, print_json, say
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -34,17 +30,4 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         print_json(found)
     else:
-        _show(found)
-
-
-def _show(found: Plan) -> None:
-    """In colours on a terminal."""
-    from rich.text import Text
-
-    out, colour = console(), "green" if found.as_it_is.token_seconds < 1 and found.runs else "yellow"
-    out.print(cell(found.answer), style=f"bold {colour}", soft_wrap=True)
-    for label, text in found.rows():
-        value = cell(text)
-        if label == "type" or text.startswith("offload "):
-            value.stylize("cyan")
-        out.print(Text.assemble((f"  {label:8}", "dim"), value), soft_wrap=True)
+        say(str(found))

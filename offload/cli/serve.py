@@ -38,7 +38,7 @@ def serve(options: argparse.Namespace) -> None:
 
 def _serve(options: argparse.Namespace, at: socket.socket) -> None:
     from offload.serving.app import App
-    from offload.serving.engine import Engine
+    from offload.serving.engine import ServingEngine
     from offload.serving.server import is_loopback, serve
 
     names = _names(options.model, options.name)
@@ -47,11 +47,11 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
         raise ArgumentError(
             f"{options.model} has an encoder of its own for prompts: use offload generate or offload batch"
         )
-    engine = Engine(model, answer, in_flight=options.in_flight, most_waiting=options.queue)
+    engine = ServingEngine(model, answer, in_flight=options.in_flight, most_waiting=options.queue)
     host, port = at.getsockname()[:2]
-    key, origins = options.api_key or os.environ.get(KEY) or None, options.allow_origin
+    key = options.api_key or os.environ.get(KEY) or None
     hosts = [options.host.lower(), "localhost", LOOPBACK, "[::1]"] if is_loopback(options.host) else []
-    app = App(engine, prompts, names, key=key, origins=origins, hosts=hosts)
+    app = App(engine, prompts, names, key=key, hosts=hosts)
     address = f"[{host}]" if ":" in host else host
 
     def ready() -> None:

@@ -28,16 +28,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.generation.candidates import draft_summary
     from offload.generation.prompt_cache import PromptCache
 
-__all__ = ["PromptCache", "draft_summary"]
-
-_MODULES = {"PromptCache": "prompt_cache", "draft_summary": "candidates"}
+__all__ = ["PromptCache"]
 
 
 def __getattr__(name: str) -> Any:
     """Public names, imported when asked for: the command reads its line with `bodies` and `chat`, without torch."""
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in __all__:
+        return getattr(import_module("offload.generation.prompt_cache"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

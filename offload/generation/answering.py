@@ -31,7 +31,6 @@ class Score:
     token: int
     logprob: float | None  # natural logarithm; None for the first token of a prompt
     top: Sequence[tuple[int, float]] = ()  # the most probable first
-    start: int = 0  # where in the text the token begins
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,8 @@ class Answering:
         """Answer a job; returns why it ended: "stop" or "length"."""
         torch.manual_seed(job.options.get("seed", secrets.randbits(63)))  # for this job only, as batches have their own
         tokens = torch.tensor([job.prompt.tokens], device=self._model.device)  # (1, length)
-        ends = () if job.options.get("ignore_eos") else self._ends
         stops = [*job.options.get("stop", ()), *stops_of(self._model)]
-        text = Text(self._tokenizer, stops, ends, skips=job.options.get("skip_special_tokens", True))
+        text = Text(self._tokenizer, stops, self._ends)
         streamer = Streamer(job, text)
         options = self._options(job, streamer)
         if job.echo and job.top is not None:
@@ -96,7 +94,7 @@ class Answering:
         self._model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
         streamer.finish()
         last_one = text.tokens[-1] if text.tokens else None
-        return "stop" if text.has_stopped or last_one in ends else "length"
+        return "stop" if text.has_stopped or last_one in self._ends else "length"
 
     def _options(self, job: Job, streamer: Streamer) -> Kwargs:
         """Options for `generate`: as the model's settings say, or greedy where a temperature of 0 is asked for."""
@@ -107,19 +105,16 @@ class Answering:
             "max_new_tokens": job.prompt.most,
             "streamer": streamer,
             "stopping_criteria": [streamer.stops],
-            "logits_processor": [_penalties(job)] if asked.keys() & {"frequency_penalty", "presence_penalty"} else [],
         }
         if sampling := asked.keys() & _SAMPLING:
             chosen["do_sample"] = asked.get("temperature", 1) > 0
         names = {"repetition_penalty", *(sampling if chosen.get("do_sample") else ())}
         chosen |= {name: asked[name] for name in names & asked.keys()}
         if job.top is not None:
-            chosen["logits_processor"] += [streamer.see]
+            chosen["logits_processor"] = [streamer.see]
         elif "seed" not in asked:
             chosen |= self._drafts
             job.is_drafted = bool(self._drafts)
-        if asked.get("ignore_eos"):
-            chosen["eos_token_id"] = None
         if self._model.generation_config.pad_token_id is None:
             chosen["pad_token_id"] = next(iter(self._ends), 0)
         return chosen
@@ -138,8 +133,8 @@ class Answering:
     def _score_prompt(self, job: Job, tokens: torch.Tensor) -> torch.Tensor:
         """Tell the log-probabilities of the prompt's tokens; returns the logits of the next one: (vocabulary,)."""
         assert job.top is not None
-        prompt, starts = job.prompt.tokens, job.prompt.starts
-        job.tell(AnswerPart("", [Score(prompt[0], None, (), starts[0])]))
+        prompt = job.prompt.tokens
+        job.tell(AnswerPart("", [Score(prompt[0], None)]))
         width = self._model.config.get_text_config().vocab_size
         step = max(_SCORED_BYTES // (4 * width), 16)
         length = tokens.shape[1]
@@ -151,23 +146,12 @@ class Answering:
                 more[str(cache_name(self._model.forward))] = cache_of(out)
             logits = out.logits[0].float()  # (tokens, vocabulary)
             scores = torch.log_softmax(logits, dim=-1)
-            following = range(start + 1, min(start + 1 + len(scores), length))
-            told = [_score(one, prompt[at], job.top, starts[at]) for one, at in zip(scores, following, strict=False)]
+            following = prompt[start + 1 : start + 1 + step]
+            told = [_score(one, token, job.top) for one, token in zip(scores, following, strict=False)]
             job.tell(AnswerPart("", told))
             if job.is_over:
                 break
         return logits[-1].clone()
-
-
-def _penalties(job: Job) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A logits processor with OpenAI's penalties for tokens that the answer has already."""
-    frequency, presence = (float(job.options.get(f"{name}_penalty", 0)) for name in ("frequency", "presence"))
-
-    def lowered(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = torch.bincount(tokens[0, len(job.prompt.tokens) :], minlength=scores.shape[-1])
-        return scores - (frequency * counts + presence * (counts > 0)).to(scores.dtype)
-
-    return lowered
 
 
 class Streamer:
@@ -187,8 +171,7 @@ class Streamer:
         for token in value.flatten().tolist():
             if self._text.has_stopped or len(self._text.tokens) == self._job.prompt.most:
                 return  # drafted tokens after a stop string
-            start = len(self._job.prompt.text) + self._text.length
-            scores = [] if self._job.top is None else [_score(self._scores, token, self._job.top, start)]
+            scores = [] if self._job.top is None else [_score(self._scores, token, self._job.top)]
             self._job.tokens.append(token)
             self._job.tell(AnswerPart(self._text.add(token), scores, tokens=1))
 
@@ -209,6 +192,6 @@ class Streamer:
         return scores
 
 
-def _score(scores: torch.Tensor, token: int, top: int, start: int) -> Score:
+def _score(scores: torch.Tensor, token: int, top: int) -> Score:
     values, tokens = scores.topk(min(top, len(scores)))
-    return Score(token, float(scores[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)), start)
+    return Score(token, float(scores[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))

@@ -1,4 +1,4 @@
-"""A folder of kept prompts: keys and values of blocks of tokens, one file per block.
+"""A folder of kept prompts: keys and values of blocks of tokens, one safetensors file per block.
 
 Always true:
 - a block is found by the hash of its model, its tokens, and all tokens before it: prompts share what they have in
@@ -7,7 +7,6 @@ Always true:
 - writers exclude each other; readers wait for nobody
 - what is written never exceeds the budget: the block that was not used for longest goes first, later ones of a prompt
   before earlier ones
-- a block that does not match its checksum, a CRC of its forms and bytes, is not found
 """
 
 from __future__ import annotations
@@ -15,30 +14,25 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
-from zlib import crc32
+from typing import TypeAlias
 
 import torch
 
-from offload.annotations import Json
 from offload.errors import CorruptFileError, FileError, ForeignFileError, MissingFileError
 from offload.memory import as_bytes
 from offload.prefetch.pages import announce, bring_in
 from offload.storage.file import TensorFile
 from offload.storage.header import build
-from offload.storage.layout import Layout, dtype_name, dtype_named
+from offload.storage.layout import Layout
 from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep
-from offload.storage.state_file import Kind, read_state, write_state
-from offload.storage.write import bytes_of, from_values, put_values
+from offload.storage.write import from_values, put_values
 from offload.system.locks import FolderLock
-from offload.system.reasons import first_line, writing
+from offload.system.reasons import reading, writing
 from offload.system.regular import absolute, is_there, open_regular
 
 log = logging.getLogger("offload.generation")
@@ -46,113 +40,63 @@ log = logging.getLogger("offload.generation")
 States: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 TOKENS = 64  # in a block
-MANIFEST = "prompts.json"
 LOCK = "prompts.lock"
-_STAMP = {"format": "offload.PromptCache", "version": 1}
-_KIND = Kind(
-    what="the manifest of a folder of kept prompts", stamp=_STAMP, foreign=ForeignFileError, later=ForeignFileError
-)
+_FORMAT = "offload.PromptCache 1"
 _NAME = re.compile(r"\d{5}-[0-9a-f]{40}\.safetensors")
-_KEY = "states"
 _NOTE = "prompt"
 
 
-class Form(NamedTuple):
-    """The keys and values of a token in a layer: how many heads, the sizes of a key and of a value, and the dtype."""
-
-    heads: int
-    key: int
-    value: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.heads * TOKENS * (self.key + self.value) * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Form:
-        """Of states, (batch, heads, tokens, size)."""
-        return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-
-
-def _checksum(forms: list[Form], states: torch.Tensor) -> int:
-    return crc32(bytes_of(states), crc32(repr(forms).encode()))
-
-
 class Block:
-    """Keys and values of some tokens, on their way into memory; `check` waits for them."""
+    """Keys and values of some tokens, on their way into memory; `wait` for them."""
 
-    def __init__(self, file: TensorFile, forms: list[Form], checksum: int) -> None:
-        self.forms = forms
+    def __init__(self, file: TensorFile) -> None:
         self.path = file.path
-        self._file = file  # keeps the mapping
-        self._bytes = file.tensor(file.entry(_KEY), shared=False)
-        self._checksum = checksum
-        self._begins = [0, *accumulate(form.nbytes for form in forms)]
-        announce(self._bytes.data_ptr(), self._bytes.nbytes)
+        self._file = file
+        self._bytes = file.mapped(shared=False)
+        announce(self._bytes.data_ptr(), self._bytes.nbytes())
 
     @classmethod
     def open(cls, path: Path, identity: str, tokens: list[int]) -> Block:
         """The block of these tokens of a model; raises `CorruptFileError` for another one, and as `TensorFile.open`."""
         file = TensorFile.open(path)
-        try:
-            noted = file.notes[_NOTE]
-            forms = [_form(form) for form in noted["forms"]]
-            if noted["identity"] != identity or noted["tokens"] != tokens:
-                raise CorruptFileError(f"{path} is the block of other tokens, or of another model")
-            return cls(file, forms, noted["crc32"])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, CorruptFileError):
-                raise
-            raise CorruptFileError(f"{path} has no header of a block ({first_line(error)})") from error
+        if file.notes.get(_NOTE) != _noted(identity, tokens):
+            raise CorruptFileError(f"{path} is the block of other tokens, or of another model")
+        return cls(file)
 
-    def check(self) -> None:
-        """Read it; `CorruptFileError` if the disk does not return it, or something else than what was written."""
-        try:
-            bring_in(self._bytes.data_ptr(), self._bytes.nbytes)
-        except OSError as error:
-            raise CorruptFileError(f"{self.path} can't be read ({error.strerror})") from error
-        if _checksum(self.forms, self._bytes) != self._checksum:
-            raise CorruptFileError(f"{self.path} is damaged: it does not match its checksum")
+    def wait(self) -> None:
+        """Read it; raises `ReadError` if the disk does not return it."""
+        with reading(self.path):
+            bring_in(self._bytes.data_ptr(), self._bytes.nbytes())
 
     def states(self, layer: int) -> States:
         """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them."""
-        form, begin = self.forms[layer], self._begins[layer]
-        part = self._bytes[begin : begin + form.nbytes]
-        keys, values = part.view(form.dtype).split([form.heads * TOKENS * size for size in (form.key, form.value)])
-        shape = (1, form.heads, TOKENS)
-        return keys.view(*shape, form.key), values.view(*shape, form.value)
+        keys, values = (self._file.entry(name) for name in _keys_of(layer))
+        return self._file.tensor(keys, shared=False), self._file.tensor(values, shared=False)
 
 
 class Blocks:
     """The blocks in a folder, which is created if it is missing."""
 
-    def __init__(self, folder: str | os.PathLike[str], max_disk: int | float | str) -> None:
-        """`max_disk` is in bytes, or a share of what is free; `ForeignFileError` if the folder holds something else."""
-        as_bytes(max_disk, 0)
+    def __init__(self, folder: str | os.PathLike[str], max_disk: int | str) -> None:
+        """`max_disk` is in bytes; `ForeignFileError` if the folder holds something else."""
+        self.max_disk = as_bytes(max_disk)
         self.folder = absolute(folder)
         with writing(self.folder):
             create_folder(self.folder)
-            if not is_there(self.folder / MANIFEST):
-                self._begin()
-        read_state(self.folder / MANIFEST, _KIND)
-        self.max_disk = as_bytes(max_disk, shutil.disk_usage(self.folder).free)
-        self._lock = FolderLock(self.folder / LOCK, lambda path, flags: open_regular(path, flags | os.O_CREAT))
-
-    def _begin(self) -> None:
-        own = (MANIFEST, LOCK)
-        others = [name for name in os.listdir(self.folder) if name not in own and not name.startswith(TEMPORARY)]
-        if others:
+            names = os.listdir(self.folder)
+        if LOCK not in names and not all(name.startswith(TEMPORARY) for name in names):
             raise ForeignFileError(f"{self.folder} is not empty, and has no kept prompts: take a new or an empty one")
-        write_state(self.folder / MANIFEST, _KIND, {})
+        self._lock = FolderLock(self.folder / LOCK, lambda path, flags: open_regular(path, flags | os.O_CREAT))
+        with self._lock.held():
+            pass  # the file is there from now on
 
     def find(self, identity: str, tokens: list[int]) -> list[Block]:
-        """The blocks that are there for the beginning of a prompt, read and checked; they count as just used."""
+        """The blocks that are there for the beginning of a prompt, in memory; they count as just used."""
         found = list(self._opened(identity, tokens))
         for depth, block in enumerate(found):
             try:
-                block.check()
-            except CorruptFileError as error:
+                block.wait()
+            except FileError as error:
                 self._leave_out(block.path, error)
                 return found[:depth]
             _touch(block.path)
@@ -175,74 +119,60 @@ class Blocks:
             with suppress(FileError), self._lock.held():
                 remove(path)
 
-    def put(self, identity: str, tokens: list[int], states: Callable[[int], list[States]]) -> None:
-        """Keep missing blocks, as far as the budget allows; `states(number)` has a block's keys and values by layer."""
+    def put(self, identity: str, tokens: list[int], known: int, states: Callable[[int], list[States]]) -> None:
+        """Keep the blocks after `known` ones, as far as the budget allows; `states(number)` has a block's, by layer."""
         with self._lock.held():
             with writing(self.folder):
                 sweep(self.folder)
             names = _names(identity, tokens)
-            quota = _Quota(self.folder, self.max_disk, names)
             for depth, name in enumerate(names):
                 path = self.folder / name
-                if is_there(path):
+                if depth < known or is_there(path):
                     _touch(path)
-                elif not self._write(path, identity, _tokens_of(tokens, depth), states(depth), quota):
+                elif not self._write(path, _noted(identity, _tokens_of(tokens, depth)), states(depth), names):
                     log.info("%s: %d blocks of %d fit in max_disk", self.folder, depth, len(names))
                     break
 
-    def _write(self, path: Path, identity: str, tokens: list[int], states: list[States], quota: _Quota) -> bool:
+    def _write(self, path: Path, noted: dict[str, object], states: list[States], staying: list[str]) -> bool:
         """Write one block; False if there is no room for it."""
-        forms = [Form.of(keys, values) for keys, values in states]
-        nbytes = sum(form.nbytes for form in forms)
-        whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        at = 0
-        for layer, (keys, values) in zip(forms, states, strict=True):
-            flat = torch.cat([part.detach().to("cpu").reshape(-1) for part in (keys, values)]).view(torch.uint8)
-            whole[at : at + layer.nbytes] = flat
-            at += layer.nbytes
-        noted_forms = [[form.heads, form.key, form.value, dtype_name(form.dtype)] for form in forms]
-        noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "crc32": _checksum(forms, whole)}
-        layouts = {_KEY: Layout(torch.uint8, (nbytes,), (1,))}
-        if not quota.make(build(layouts, {_NOTE: noted}).size):
+        values = {
+            key: part.detach().to("cpu").contiguous()
+            for layer, parts in enumerate(states)
+            for key, part in zip(_keys_of(layer), parts, strict=True)
+        }
+        layouts = {key: Layout(value.dtype, tuple(value.shape), value.stride()) for key, value in values.items()}
+        if not self._make_room(build(layouts, {_NOTE: noted}).size, staying):
             return False
-        put_values(path, layouts, from_values({_KEY: whole}, layouts), {_NOTE: noted}, durable=True)
-        quota.used += os.stat(path).st_size
+        put_values(path, layouts, from_values(values, layouts), {_NOTE: noted}, durable=True)
         return True
 
-
-class _Quota:
-    """How much of the budget is used, and by what; under the lock."""
-
-    def __init__(self, folder: Path, most: int, staying: list[str]) -> None:
-        self._most = most
-        self.used = 0
-        self._unused: list[tuple[int, int, int, Path]] = []
-        with os.scandir(folder) as items:
-            for item in items:
-                if _NAME.fullmatch(item.name):
-                    status = item.stat(follow_symlinks=False)
-                    self.used += status.st_size
-                    if item.name not in staying:
-                        place = Path(item.path)
-                        self._unused.append((status.st_atime_ns, -int(item.name[:5]), status.st_size, place))
-        self._unused.sort(reverse=True)
-
-    def make(self, nbytes: int) -> bool:
-        """Remove blocks until `nbytes` fit; False if that is impossible."""
-        if nbytes > self._most:
+    def _make_room(self, nbytes: int, staying: list[str]) -> bool:
+        """Remove other blocks than those that stay until `nbytes` fit; False if that is impossible."""
+        if nbytes > self.max_disk:
             return False
-        while self.used + nbytes > self._most and self._unused:
-            *_, size, path = self._unused.pop()
-            remove(path)
-            if not is_there(path):
-                log.debug("%s goes: it was not used for longest", path)
-                self.used -= size
-        return self.used + nbytes <= self._most
+        with os.scandir(self.folder) as items:
+            status = {item.name: item.stat(follow_symlinks=False) for item in items if _NAME.fullmatch(item.name)}
+        free = self.max_disk - sum(one.st_size for one in status.values())
+        for name in sorted(status.keys() - staying, key=lambda name: (status[name].st_atime_ns, -int(name[:5]))):
+            if free >= nbytes:
+                break
+            remove(self.folder / name)
+            free += 0 if is_there(self.folder / name) else status[name].st_size
+        return free >= nbytes
+
+
+def _noted(identity: str, tokens: list[int]) -> dict[str, object]:
+    """What a file says of its block."""
+    return {"identity": identity, "tokens": tokens}
+
+
+def _keys_of(layer: int) -> tuple[str, str]:
+    return f"{layer}.keys", f"{layer}.values"
 
 
 def _names(identity: str, tokens: Sequence[int]) -> list[str]:
     """The names of the files of a prompt's whole blocks, each a hash over all that is before it."""
-    names, digest = [], sha256(identity.encode())
+    names, digest = [], sha256(f"{_FORMAT} {identity}".encode())
     for depth in range(len(tokens) // TOKENS):
         digest.update(repr(_tokens_of(tokens, depth)).encode())
         names.append(f"{depth:05d}-{digest.hexdigest()[:40]}.safetensors")
@@ -257,11 +187,3 @@ def _touch(path: Path) -> None:
     """Note that a block was used: in its access time, since the time of its change belongs to its identity."""
     with suppress(OSError):  # another user's, or just removed
         os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
-
-
-def _form(noted: Json) -> Form:
-    heads, key, value, dtype = noted
-    found = dtype_named(dtype)
-    if found is None or not all(type(size) is int and size > 0 for size in (heads, key, value)):
-        raise CorruptFileError(f"a layer of the form {noted!r} is not possible")
-    return Form(heads, key, value, found)

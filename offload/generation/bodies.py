@@ -16,27 +16,24 @@ from dataclasses import dataclass, field, replace
 from offload.annotations import Json
 from offload.errors import OffloadError
 
-_MOST_CHOICES = 16  # answers for one prompt
 _MOST_TOP = 20  # alternatives per token
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # strings, and characters of one
 _MOST_TOKENS = 2**31 - 1  # of an answer
 _LEAST_TEMPERATURE = 0.001  # smaller ones divide by nothing
-_TEXTS = {"text", "input_text", "output_text", "refusal"}  # types of parts of a message
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
-    "frequency_penalty": (-2, 2),
-    "presence_penalty": (-2, 2),
 }
-OPTIONS = {*_RANGES, "top_k", "seed", "stop", "ignore_eos", "skip_special_tokens"}
+OPTIONS = {*_RANGES, "top_k", "seed", "stop"}
 """Fields that say how an answer is generated."""
-OF_TEMPLATE = {"chat_template_kwargs", "continue_final_message", "add_generation_prompt"}
-"""Fields that say how messages become a prompt."""
 _STREAMS = {"stream", "stream_options", "stream_options.include_usage"}
-_BOTH = {*OPTIONS, *_STREAMS, "model", "max_tokens", "max_completion_tokens", "n", "logprobs"}
-FOLLOWED = {"chat": {*_BOTH, *OF_TEMPLATE, "messages", "top_logprobs"}, "text": {*_BOTH, "prompt", "echo", "best_of"}}
+_BOTH = {*OPTIONS, *_STREAMS, "model", "max_tokens", "max_completion_tokens", "logprobs"}
+FOLLOWED = {
+    "chat": {*_BOTH, "messages", "top_logprobs", "chat_template_kwargs"},
+    "text": {*_BOTH, "prompt", "echo"},
+}
 """The fields that are followed, of /v1/chat/completions and of /v1/completions."""
 WITHOUT_MEANING = {
     *("user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls"),
@@ -46,13 +43,11 @@ WITHOUT_MEANING = {
 """Fields that change no answer: they are accepted, and nothing more."""
 REFUSED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "moderation", "reasoning_effort", "web_search_options"), ()),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "allowed_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("top_logprobs", "min_tokens"), (0,)),
-    **dict.fromkeys(("best_of", "num_beams", "length_penalty"), (1,)),
-    **dict.fromkeys(("echo", "use_beam_search", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("add_special_tokens", "spaces_between_special_tokens"), (True,)),
-    "stream_options.continuous_usage_stats": (False,),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    "echo": (False,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -87,53 +82,40 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 class Asked:
     """What a request asks for."""
 
-    messages: list[Json] | None  # of a chat; None if there are prompts
+    messages: list[Json] | None = None  # of a chat; None if there are prompts
     prompts: Sequence[str | list[int]] = ()  # each a text, or its tokens
     max_tokens: int | None = None  # of an answer; None for the server's default
-    choices: int = 1  # answers per prompt
     options: Json = field(default_factory=dict)  # those of `OPTIONS` that are given
-    template: Json = field(default_factory=dict)  # options of the chat template
+    template: Json = field(default_factory=dict)  # variables of the chat template
     top: int | None = None  # alternatives per token; None for no log-probabilities
     echo: bool = False  # whether the prompt is part of the answer
     streams: bool = False  # whether the answer comes in pieces
     with_usage: bool = False  # whether a last piece counts the tokens
 
-    def options_of(self, choice: int) -> Json:
-        """The options of one of a prompt's answers, which have seeds of their own."""
-        seed = self.options.get("seed")
-        return self.options if seed is None else {**self.options, "seed": (seed + choice) % 2**63}
 
-
-def chat_body(data: bytes, models: Sequence[str]) -> Asked:
-    """What the body of /v1/chat/completions asks for; raises `Refused`."""
-    body = _object(data, models, "chat")
-    asked = asked_in(body, ())
-    if asked.messages is None:
-        raise Refused("messages are missing", param="messages")
+def chat_body(body: Json, models: Sequence[str] | None = None) -> Asked:
+    """What the body of /v1/chat/completions asks of one of these models, or of any; raises `Refused`."""
+    _refuse_others(body, models, "chat")
+    asked = _asked_in(body, least=1)
     top = _number(body, "top_logprobs", 0, _MOST_TOP) or 0
-    return replace(asked, top=top if _flag(body, "logprobs") else None)
+    variables = _mapping(body, "chat_template_kwargs")
+    return replace(asked, messages=_messages(body), template=variables, top=top if _flag(body, "logprobs") else None)
 
 
-def text_body(data: bytes, models: Sequence[str]) -> Asked:
-    """What the body of /v1/completions asks for; raises `Refused`."""
-    body = _object(data, models, "text")
-    best, choices = body.get("best_of"), body.get("n")
-    if best is not None and best != (choices or 1):
-        raise Refused("best_of is not supported: ask for n answers", param="best_of")
-    asked = asked_in(body, _prompts(body.get("prompt")), least=0)
-    return replace(asked, top=_number(body, "logprobs", 0, _MOST_TOP), echo=_flag(body, "echo"))
+def text_body(body: Json, models: Sequence[str] | None = None) -> Asked:
+    """What the body of /v1/completions asks of one of these models, or of any; raises `Refused`."""
+    _refuse_others(body, models, "text")
+    asked = _asked_in(body, least=0)
+    top = _number(body, "logprobs", 0, _MOST_TOP)
+    return replace(asked, prompts=_prompts(body.get("prompt")), top=top, echo=_flag(body, "echo"))
 
 
-def asked_in(body: Json, prompts: Sequence[str | list[int]], least: int = 1) -> Asked:
-    """What a body asks for, but for log-probabilities: answers of `least` tokens or more. Raises `Refused`."""
+def _asked_in(body: Json, least: int) -> Asked:
+    """What the fields of both paths ask for: answers of `least` tokens or more."""
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return Asked(
-        messages=_messages(body),
-        prompts=prompts,
         max_tokens=_number(body, limit, least, _MOST_TOKENS),
-        choices=_number(body, "n", 1, _MOST_CHOICES) or 1,
         options=_options(body),
-        template=_template(body),
         streams=_flag(body, "stream"),
         with_usage=_flag(_mapping(body, "stream_options"), "include_usage"),
     )
@@ -150,18 +132,16 @@ def object_in(data: bytes) -> Json:
     return found
 
 
-def _object(data: bytes, models: Sequence[str], path: str) -> Json:
-    """The body, which asks for one of these models, or names none, and for nothing that is not followed."""
-    body = object_in(data)
+def _refuse_others(body: Json, models: Sequence[str] | None, path: str) -> None:
+    """Refuse other models than these, and fields that are not followed."""
     name = body.get("model")
-    if name is not None and name not in models:
+    if models is not None and name is not None and name not in models:
         known = f"this server has {models[0]!r}"
         raise Refused(f"there is no model {str(name)[:200]!r}: {known}", 404, code="model_not_found", param="model")
     inner = {f"stream_options.{name}": value for name, value in _mapping(body, "stream_options").items()}
     for name, value in {**body, **inner}.items():
         if value is not None and name not in FOLLOWED[path] | WITHOUT_MEANING and value not in REFUSED.get(name, ()):
-            raise Refused(f"{name[:100]} is not supported by this server", param=name[:100])
-    return body
+            raise Refused(f"{name[:100]} is not supported", param=name[:100])
 
 
 def _prompts(given: Json) -> list[str | list[int]]:
@@ -197,14 +177,11 @@ def _number(body: Json, name: str, least: int, most: int) -> int | None:
     return found
 
 
-def _messages(body: Json) -> list[Json] | None:
-    """The messages of a request, with a content that is text, or a list of parts that are; None if it has none."""
+def _messages(body: Json) -> list[Json]:
+    """The messages of a request, whose content is text."""
     found = body.get("messages")
-    if found is None:
-        return None
     if not isinstance(found, list) or not found:
-        wrong = "is empty" if found == [] else "is not a list of messages"
-        raise Refused(f"messages {wrong}", param="messages")
+        raise Refused("messages are not a list with messages", param="messages")
     return [_message(one) for one in found]
 
 
@@ -212,30 +189,21 @@ def _message(message: Json) -> Json:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused("a message has no role", param="messages")
     content = message.get("content")
-    if content is None:
-        content = message.get("refusal") or ""
     if isinstance(content, list):
-        content = [_part(part) for part in content]
-    elif not isinstance(content, str):
+        content = "".join(_text_of(part) for part in content)
+    elif not isinstance(content, str | None):
         raise Refused("the content of a message is not text", param="messages")
-    return {**message, "content": content}
+    return {**message, "content": content or ""}
 
 
-def _part(part: Json) -> Json:
-    """A part of a message, in the form that chat templates read."""
+def _text_of(part: Json) -> str:
+    """The text of a part of a message."""
     kind = str(part.get("type")) if isinstance(part, dict) else "unknown"
-    text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
+    text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
-        message = f"a part of a message is of the type {kind[:40]!r}, without text: this server takes text alone"
+        message = f"a part of a message is of the type {kind[:40]!r}, without text: text alone is taken"
         raise Refused(message, param="messages")
-    return {"type": "text", "text": text}
-
-
-def _template(body: Json) -> Json:
-    continues, asks = _flag(body, "continue_final_message"), body.get("add_generation_prompt") is not None
-    begins = _flag(body, "add_generation_prompt") if asks else not continues
-    usual = {"continue_final_message": continues, "add_generation_prompt": begins}
-    return usual | _mapping(body, "chat_template_kwargs")
+    return text
 
 
 def _options(body: Json) -> Json:
@@ -245,11 +213,8 @@ def _options(body: Json) -> Json:
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise Refused(f"{name} is {str(value)[:40]}, not a number from {least} to {most}", param=name)
         options |= {name: float(value)} if name in options else {}
-    if _number(options, "top_k", -1, _MOST_TOKENS) == -1:  # as other servers say it
-        options["top_k"] = 0
+    _number(options, "top_k", 0, _MOST_TOKENS)
     _number(options, "seed", -(2**63), 2**64 - 1)  # the range that torch accepts
-    for name in ("ignore_eos", "skip_special_tokens"):
-        _flag(options, name)
     if 0 < options.get("temperature", 0) < _LEAST_TEMPERATURE:
         raise Refused("temperature is too small: 0 takes the most likely token", param="temperature")
     return {**options, "stop": _stops(options["stop"])} if "stop" in options else options

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.budget import count_assistant
+from offload.budget import keep_assistant
 from offload.generation.alike import is_switchable, switch_alike
 from offload.system import clock
 from offload.system.locks import fork_safe_lock
@@ -133,40 +133,6 @@ _LOOKED_UP = {1: 0.2, 2: 0.4, 4: 0.6, 8: 0.8}  # from how long a match on, and w
 _OF_ASSISTANT = 0.7  # the same of an assistant
 
 
-@dataclass
-class DraftSummary:
-    """What drafts have brought for a model since it was loaded.
-
-    Attributes:
-        passes: of the model.
-        tokens: that these gave.
-        drafted: tokens that were drafted.
-        accepted: of these.
-    """
-
-    passes: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        self.passes += 1
-        self.tokens += tokens
-        self.drafted += drafted
-        self.accepted += accepted
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """1.0 without drafts."""
-        return self.tokens / self.passes if self.passes else 1.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tokens_per_pass:.2f} tokens per pass: {self.tokens} tokens in {self.passes} passes; "
-            f"{self.accepted} of {self.drafted} drafted tokens were accepted"
-        )
-
-
 @dataclass(eq=False)
 class Measured:
     """What is known of a model: what its passes take, and what drafts for it are worth. Used under its lock."""
@@ -177,7 +143,6 @@ class Measured:
         default_factory=lambda: {least: Source(rate) for least, rate in _LOOKED_UP.items()}
     )
     assistants: weakref.WeakKeyDictionary[nn.Module, Source] = field(default_factory=weakref.WeakKeyDictionary)
-    summary: DraftSummary = field(default_factory=DraftSummary)
     lock: Any = field(default_factory=fork_safe_lock)
 
 
@@ -190,23 +155,6 @@ def measured(model: nn.Module) -> Measured:
         if model not in _MEASURED:
             _MEASURED[model] = Measured()
         return _MEASURED[model]
-
-
-def draft_summary(model: nn.Module) -> DraftSummary:
-    """How many tokens the passes of a model have given, since it was loaded, in calls of `generate` with drafts.
-
-    Args:
-        model: a transformers model on disk.
-
-    Returns:
-        A copy: later passes do not change it.
-
-    Example:
-        >>> print(draft_summary(torch.nn.Linear(1, 1)))
-        1.00 tokens per pass: 0 tokens in 0 passes; 0 of 0 drafted tokens were accepted
-    """
-    known = _MEASURED.get(model)
-    return DraftSummary() if known is None else copy.copy(known.summary)
 
 
 class Drafts:
@@ -290,7 +238,6 @@ class Drafts:
                 self._known.costs.learn(drafted + 1, seconds)
             if self._source is not None:
                 self._source.learn(accepted, drafted)
-            self._known.summary.add(len(new), drafted, accepted)
         self._is_first = False
 
 
@@ -315,7 +262,7 @@ def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -
     if (assistant is None and most is None) or type(inner).__name__ not in _WITH_LENGTH:
         return inner
     if assistant is not None:
-        count_assistant(model, assistant)
+        keep_assistant(model, assistant)
         settings = assistant.generation_config
         if settings.num_assistant_tokens is not None or settings.num_assistant_tokens_schedule is not None:
             return inner

@@ -3,7 +3,7 @@
 Always true:
 - a chat template is a program from the checkpoint: it runs in a forked child, which the system ends at a limit, as
   nothing in Python stops `9**9**9`; text, or an error's, is all that comes back
-- a template gets the content of messages in the form that it reads: as text, or as a list of parts
+- a template gets the content of messages in the form that it reads: as text, or as a list of one part
 - a text that can't fit into the model's context is refused before it is made tokens, which takes long
 """
 
@@ -15,7 +15,7 @@ import re
 import resource
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.annotations import Json
-from offload.errors import ArgumentError, CheckpointError
-from offload.generation.bodies import OF_TEMPLATE, Asked, Refused
-from offload.generation.text import Text
+from offload.errors import ArgumentError
+from offload.generation.bodies import Asked, Refused
 from offload.system.reasons import first_line, reading
 
 ONLY_TOKENS = {"return_token_type_ids": False}
@@ -37,8 +36,7 @@ transformers' own criterion for stop strings (5.23) does not work with every tok
 """
 
 _NO_TEMPLATE = "the model has no chat template: give a prompt (of /v1/completions) instead of messages"
-_TEXT, _NOISE = "offload-text", "offload-noise"  # in messages that show what a template reads
-_PARTS = [{"type": "text", "text": _TEXT, "noise": _NOISE}]
+_TEXT = "offload-text"  # in a message that shows what a template reads
 _A_TOKEN = 64  # characters of a token of a text that fits, where the vocabulary has no longer ones
 _HALF = re.compile("[\ud800-\udfff]")  # of a character
 
@@ -50,50 +48,34 @@ class Prompt:
     tokens: list[int]
     most: int
     text: str = ""  # if that is part of the answer
-    starts: Sequence[int] = ()  # where in the text each token begins
 
 
-def in_chat(tokenizer: Any, messages: list[Json], options: Json) -> str:
+def in_chat(tokenizer: Any, messages: list[Json], variables: Json) -> str:
     """Messages in the form of the model's chat template; `ArgumentError` if it refuses them, or is too slow."""
-    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **variables)
 
     def rendered() -> str:
-        probed = partial(render, add_generation_prompt=True, continue_final_message=False)
-        reads_text, reads_parts = (_reads(probed, content) for content in (_TEXT, _PARTS))
-        return str(render([_as_read(one, as_text=reads_text, as_parts=reads_parts) for one in messages]))
+        return str(render(messages if _reads_text(render) else [_in_parts(message) for message in messages]))
 
     return within_limits(rendered, "the chat template")
 
 
-def _reads(render: Callable[..., str], content: str | list[Json]) -> bool:
-    """Whether a template takes the text out of such a content, and nothing else: some print a list as Python does."""
+def _reads_text(render: Callable[..., str]) -> bool:
+    """Whether a template takes the content of a message as text: some take a list of parts alone."""
     try:
-        text = render([{"role": "user", "content": content}])
+        return _TEXT in render([{"role": "user", "content": _TEXT}])
     except Exception:  # a chat template can raise anything
         return False
-    return _TEXT in text and _NOISE not in text
 
 
-def _as_read(message: Json, *, as_text: bool, as_parts: bool) -> Json:
-    """A message for a template that reads text, or parts, or both."""
-    content = message["content"]
-    if isinstance(content, str) and as_parts and not as_text:
-        content = [{"type": "text", "text": content}]
-    elif isinstance(content, list) and not as_parts:
-        content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
+def _in_parts(message: Json) -> Json:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def ends_of(model: Any, folder: Path) -> list[int]:
-    """The tokens after which nothing follows; `CheckpointError` if the generation settings say something else."""
+def ends_of(model: Any) -> list[int]:
+    """The tokens after which nothing follows."""
     eos = model.generation_config.eos_token_id
-    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(type(end) is int for end in ends):
-        raise CheckpointError(
-            f"{folder} says in its generation_config.json, or in its config.json, that the eos_token_id is {eos!r}: "
-            "it should be the number of a token, or a list of them"
-        )
-    return ends
+    return [] if eos is None else eos if isinstance(eos, list) else [eos]
 
 
 def stops_of(model: Any) -> list[str]:
@@ -121,7 +103,7 @@ class Prompts:
         if not getattr(self.tokenizer, "chat_template", None):
             raise Refused(_NO_TEMPLATE, param="messages")
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
-        if wrong := taken & asked.template.keys() - OF_TEMPLATE:
+        if wrong := taken & asked.template.keys():
             raise Refused(f"chat_template_kwargs can't set {min(wrong)}", param="chat_template_kwargs")
         try:
             text = in_chat(self.tokenizer, messages, asked.template)
@@ -129,46 +111,34 @@ class Prompts:
             raise
         except Exception as error:  # chat templates can raise anything
             raise Refused(f"the model's chat template refuses it: {first_line(error)}", param="messages") from error
-        tokens = self._encoded(text, "messages", add_special_tokens=False)["input_ids"]
+        tokens = self._encoded(text, "messages", add_special_tokens=False)
         return Prompt(tokens, self._most(tokens, asked))
 
     def _of(self, prompt: str | list[int], asked: Asked) -> Prompt:
-        encoded: Json = {"input_ids": prompt}
         if isinstance(prompt, str):
-            encoded = self._encoded(prompt, "prompt", return_offsets_mapping=asked.echo and self.tokenizer.is_fast)
-        elif not all(0 <= token < self._vocabulary for token in prompt):
+            tokens = self._encoded(prompt, "prompt")
+        elif all(0 <= token < self._vocabulary for token in prompt):
+            tokens = prompt
+        else:
             raise Refused(f"a token is not one of the model's {self._vocabulary}", param="prompt")
-        tokens = encoded["input_ids"]
         most = self._most(tokens, asked)
-        if not asked.echo:
-            return Prompt(tokens, most)
-        if "offset_mapping" not in encoded:
-            return Prompt(tokens, most, *self._decoded(tokens, asked))
-        starts, reached = [], 0
-        for start, end in encoded["offset_mapping"]:  # a token's spaces may be left out, and tokens share a character
-            starts.append(min(start, reached) if start < end else reached)
-            reached = max(reached, end)
-        return Prompt(tokens, most, str(prompt), starts)
+        if asked.echo and not isinstance(prompt, str):
+            how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+            prompt = str(self.tokenizer.decode(tokens, **how))
+        return Prompt(tokens, most, str(prompt) if asked.echo else "")
 
-    def _decoded(self, tokens: list[int], asked: Asked) -> tuple[str, list[int]]:
-        text = Text(self.tokenizer, skips=asked.options.get("skip_special_tokens", True))
-        starts, pieces = [], []
-        for token in tokens:
-            starts.append(text.length)
-            pieces.append(text.add(token))
-        return "".join(pieces) + text.rest(), starts
-
-    def _encoded(self, text: str, param: str, **options: bool) -> Any:
+    def _encoded(self, text: str, param: str, **options: bool) -> list[int]:
         if len(text) > self._most_characters:
             raise self._too_long(f"the prompt's {len(text):,} characters")
         if _HALF.search(text):
             raise Refused("the text has half of a character (a surrogate without the other one)", param=param)
         try:
-            return self.tokenizer(text, **ONLY_TOKENS, **options)
+            tokens: list[int] = self.tokenizer(text, **ONLY_TOKENS, **options)["input_ids"]
         except OSError:
             raise
         except Exception as error:  # a tokenizer can raise anything
             raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param=param) from error
+        return tokens
 
     def _most(self, tokens: list[int], asked: Asked) -> int:
         count = len(tokens)

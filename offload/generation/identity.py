@@ -3,8 +3,8 @@
 Always true:
 - two models with one identity have the same class, configuration, settings of modules (adapters, scalings of rope) and
   attention, the same versions of torch and transformers, and values of the same names, files and numbers
-- a value on disk is known by the state of its file, and by samples of it; one in memory by all its bytes, which are
-  read each time: they can be written to in ways that no version counts
+- a value on disk is known by the state of its file; one in memory by all its bytes, which are read each time: they can
+  be written to in ways that no version counts
 - a value that this process has written to in place is known to this process alone
 - a model with anything that can't be compared, such as a hook or a patched method, has no identity
 """
@@ -15,27 +15,22 @@ import inspect
 import json
 import logging
 import os
-import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from hashlib import blake2b
-from operator import is_not
 from pathlib import PurePath
 from types import NoneType
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.errors import ArgumentError
-from offload.storage.file import TensorFile
 from offload.storage.replacing import process_tag
 from offload.storage.subclasses import is_subclass_value
 from offload.storage.write import bytes_of
 from offload.system.modes import no_functions, no_modes
 from offload.system.reasons import reading
-from offload.system.regular import read_all
 from offload.tensor.guests import CPU
 from offload.tensor.locals import is_dtensor
 from offload.tensor.recipes import Piece, stored_in
@@ -45,88 +40,62 @@ from offload.torch_api import have_global_hooks, hooks_of, pre_hooks_of, version
 
 log = logging.getLogger("offload.generation")
 
-_SAMPLES = 1024  # values of a file of which some bytes are looked at
-_SAMPLE = 2048  # bytes
 _NOT_OF_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PRIVATE = ("_active_adapter", "_disable_adapters")  # settings of modules that count although their names are private
 
 
-class Identities:
-    def __init__(self) -> None:
-        self._samples: weakref.WeakKeyDictionary[TensorFile, bytes] = weakref.WeakKeyDictionary()
-        self._stored = WeakIdKeyDictionary()
+def identity_of(model: Any) -> str | None:
+    """A model's identity, 64 digits; None if it can't be compared; `ArgumentError` for distributed or no values."""
+    import transformers
 
-    def of(self, model: Any) -> str | None:
-        """A model's identity, 64 digits; None if it can't be compared; `ArgumentError` for distributed or no values."""
-        import transformers
+    unknown = _unknown_in(model)
+    if unknown is not None:
+        log.warning("%s: no kept prompts are used, and none is kept", unknown)
+        return None
+    digest = blake2b(digest_size=32)
+    device = model.device.type
+    mixed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    versions = torch.__version__, transformers.__version__, device, mixed
+    settings = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    config = json.dumps([settings, attention], sort_keys=True, default=_text_of)
+    _note(digest, versions, _name_of(type(model)), config)
+    with no_functions(), no_modes():
+        for name, module in model.named_modules(remove_duplicate=False):
+            plain = sorted((key, _text_of(value)) for key, value in vars(module).items() if _counts(key, value))
+            _note(digest, name, _name_of(type(module)), plain)
+        for named in (model.named_parameters, model.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                _note(digest, name, tuple(tensor.shape), tensor.dtype)
+                _add(digest, tensor, name)
+    return digest.hexdigest()
 
-        unknown = _unknown_in(model)
-        if unknown is not None:
-            log.warning("%s: no kept prompts are used, and none is kept", unknown)
-            return None
-        digest = blake2b(digest_size=32)
-        device = model.device.type
-        mixed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        versions = torch.__version__, transformers.__version__, device, mixed
-        settings = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
-        attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
-        config = json.dumps([settings, attention], sort_keys=True, default=_text_of)
-        _note(digest, versions, _name_of(type(model)), config)
-        with no_functions(), no_modes():
-            for name, module in model.named_modules(remove_duplicate=False):
-                plain = sorted((key, _text_of(value)) for key, value in vars(module).items() if _counts(key, value))
-                _note(digest, name, _name_of(type(module)), plain)
-            for named in (model.named_parameters, model.named_buffers):
-                for name, tensor in named(remove_duplicate=False):
-                    _note(digest, name, tuple(tensor.shape), tensor.dtype)
-                    self._add(digest, tensor, name)
-        return digest.hexdigest()
 
-    def _add(self, digest: Any, tensor: torch.Tensor, name: str) -> None:
-        if is_dtensor(tensor) or tensor.is_meta:
-            raise ArgumentError(f"prompts can't be kept for a model whose values are distributed, or missing: {name!r}")
-        if is_offloaded(tensor):
-            self._add_stored(digest, tensor)
-        elif is_subclass_value(tensor):
-            attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            for attribute in attributes:
-                self._add(digest, getattr(tensor, attribute), f"{name}.{attribute}")
-        else:
-            _note(digest, crc32(bytes_of(tensor.detach().to(CPU).contiguous())))
+def _add(digest: Any, tensor: torch.Tensor, name: str) -> None:
+    if is_dtensor(tensor) or tensor.is_meta:
+        raise ArgumentError(f"prompts can't be kept for a model whose values are distributed, or missing: {name!r}")
+    if is_offloaded(tensor):
+        _add_stored(digest, tensor)
+    elif is_subclass_value(tensor):
+        attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for attribute in attributes:
+            _add(digest, getattr(tensor, attribute), f"{name}.{attribute}")
+    else:
+        _note(digest, crc32(bytes_of(tensor.detach().to(CPU).contiguous())))
 
-    def _add_stored(self, digest: Any, tensor: Any) -> None:
-        handle, view_spec = handle_of(tensor), view_spec_of(tensor)
-        state = [handle, view_spec, *(stored.source for stored in stored_in([handle]))]
-        known = self._stored.get(tensor)
-        if known is None or len(known[0]) != len(state) or any(map(is_not, known[0], state)):
-            found = blake2b(digest_size=16)
-            Piece(handle, view_spec).note(found)
-            for file in dict.fromkeys(stored.file for stored in stored_in([handle]) if not stored.owned):
-                found.update(self._sampled(file))
-            known = self._stored[tensor] = state, found.digest()
-        digest.update(known[1])
-        for stored in stored_in([handle]):
-            if stored.owned:  # in place: the time of change is only that of what has been written out
-                stored.flush()
-                with reading(stored.path):
-                    status = os.stat(stored.path)
-                written = (process_tag(), id(stored), version_of(tensor)) if version_of(tensor) else None
-                _note(digest, status.st_ino, status.st_size, status.st_mtime_ns, written)
 
-    def _sampled(self, file: TensorFile) -> bytes:
-        """Some bytes of many values: files of two revisions may have the same size and time."""
-        found = self._samples.get(file)
-        if found is None:
-            digest = blake2b(digest_size=16)
-            entries = list(file.entries.values())
-            with file.descriptor() as opened, reading(file.path):
-                for entry in entries[:: -(-len(entries) // _SAMPLES) or 1]:
-                    count = min(_SAMPLE, entry.layout.nbytes)
-                    begin = entry.start + (entry.layout.nbytes - count) // 2
-                    digest.update(read_all(opened.fileno(), count, begin))
-            found = self._samples[file] = digest.digest()
-        return found
+def _add_stored(digest: Any, tensor: Any) -> None:
+    handle = handle_of(tensor)
+    Piece(handle, view_spec_of(tensor)).note(digest)
+    for stored in stored_in([handle]):
+        written = None
+        if stored.owned:  # in place: the time of change is only that of what has been written out
+            stored.flush()
+            written = (process_tag(), id(stored), version_of(tensor)) if version_of(tensor) else None
+        with reading(stored.path):
+            status = os.stat(stored.path)
+        _note(digest, status.st_ino, status.st_size, status.st_mtime_ns, written)
 
 
 def _unknown_in(model: Any) -> str | None:

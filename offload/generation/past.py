@@ -11,43 +11,12 @@ from typing import Any
 
 import torch
 
-from offload.errors import ArgumentError, UnsupportedOpError
+from offload.errors import ArgumentError
 from offload.generation.blocks import TOKENS, Block, States
-from offload.tensor.rules import is_followed
 
 
-class Prefix:
-    """The beginning of a prompt that is in blocks: `length` tokens, 0 for none."""
-
-    def __init__(self, chains: list[list[Block]]) -> None:
-        """There is a chain of blocks for each row of the batch; all are equally long."""
-        self.length = len(chains[0]) * TOKENS
-        self._are_alike = all(blocks == chains[0] for blocks in chains)
-        self._chains = chains
-
-    def __deepcopy__(self, _: dict[int, Any]) -> Prefix:
-        return self
-
-    def states(self, layer: int, device: torch.device) -> States:
-        """Keys and values of a layer, (batch, heads, tokens, size)."""
-        rows = []
-        for blocks in self._chains[:1] if self._are_alike else self._chains:
-            parts = zip(*(block.states(layer) for block in blocks), strict=True)
-            rows.append([torch.cat(part, dim=-2).to(device) for part in parts])
-        if self._are_alike:
-            keys, values = (states.expand(len(self._chains), -1, -1, -1) for states in rows[0])
-        else:
-            keys, values = (torch.cat(states) for states in zip(*rows, strict=True))
-        return keys, values
-
-    def block(self, row: int, depth: int) -> list[States]:
-        """All states of a block, (1, heads, TOKENS, size)."""
-        block = self._chains[row][depth]
-        return [block.states(layer) for layer in range(len(block.forms))]
-
-
-def past_of(config: Any, prefix: Prefix, device: torch.device, until: int) -> Any:
-    """A `DynamicCache` that begins with a prefix, and tells the states of its first `until` tokens; `ArgumentError`."""
+def past_of(config: Any, blocks: list[Block], device: torch.device, until: int) -> Any:
+    """A `DynamicCache` that begins with blocks, and tells the states of its first `until` tokens; `ArgumentError`."""
     from transformers import DynamicCache
 
     past = DynamicCache(config=config)
@@ -60,15 +29,16 @@ def past_of(config: Any, prefix: Prefix, device: torch.device, until: int) -> An
             )
         stored = past.layers[place] = kind.__new__(kind)
         vars(stored).update(vars(layer))
-        stored._begin(prefix.length, until)
-        if prefix.length:
-            stored._fill(*prefix.states(place, device))
+        stored._begin(len(blocks) * TOKENS, until)
+        if blocks:
+            keys, values = zip(*(block.states(place) for block in blocks), strict=True)
+            stored._fill(torch.cat(keys, dim=-2).to(device), torch.cat(values, dim=-2).to(device))
     return past
 
 
 @cache
 def _stored_kind(kind: Any) -> Any:
-    """A subclass of a layer's class whose first tokens may come from a prefix; None if it has other states."""
+    """A subclass of a layer's class whose first tokens may come from blocks; None if it has other states."""
     from offload.transformers_api import DynamicLayer, DynamicSlidingWindowLayer
 
     part = {DynamicLayer: _StoredLayer, DynamicSlidingWindowLayer: _StoredSlidingLayer}.get(kind)
@@ -85,7 +55,7 @@ class _StoredLayer:
         self._seen = known  # tokens, all in their order
 
     def _fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The states of what is known, (batch, heads, tokens, size)."""
+        """The states of what is known, (1, heads, tokens, size)."""
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
 
@@ -96,12 +66,12 @@ class _StoredLayer:
         return min(self._seen, length) >= self._until
 
     def passed(self, start: int, end: int) -> States:
-        """Keys and values of some of the first tokens, (batch, heads, tokens, size)."""
+        """Keys and values of some of the first tokens, (1, heads, tokens, size)."""
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object) -> States:
         if self._seen == self._known > 0:
-            self._follow(key_states, value_states)
+            self._follow(key_states)
         self._count(key_states.shape[-2])
         return super().update(key_states, value_states, *args, **options)  # type: ignore[misc,no-any-return]
 
@@ -109,18 +79,11 @@ class _StoredLayer:
         super().reset()  # type: ignore[misc]
         self._seen = -1
 
-    def _follow(self, *new: torch.Tensor) -> None:
+    def _follow(self, new: torch.Tensor) -> None:
         """Refuse the first states after those that are known, if they can't follow them."""
-        if any(map(is_followed, new)):
-            raise UnsupportedOpError(
-                "kept keys and values carry no gradients: use torch.no_grad(), or leave prompt_cache out"
-            )
-        if new[0].shape[-2] >= self._until:  # as transformers' assisted generation does (5.23)
-            raise ArgumentError(
-                f"the model was given the whole prompt, although its first {self._known} tokens are known: "
-                "give it those that follow, or call PromptCache.generate, which drafts tokens as well"
-            )
-        self.device = new[0].device
+        if new.shape[-2] >= self._until:  # as a way to generate may do that knows nothing of caches
+            raise ArgumentError(f"the model was given the whole prompt, of which {self._known} tokens are known")
+        self.device = new.device
         self.keys, self.values = (states.to(self.device) for states in (self.keys, self.values))
 
     def _count(self, new: int) -> None:

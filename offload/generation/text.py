@@ -15,15 +15,13 @@ _UNFINISHED = "\ufffd"  # what a tokenizer makes of a part of a character
 
 
 class Text:
-    """The text of an answer, token by token; `length` is in characters."""
+    """The text of an answer, token by token."""
 
-    def __init__(
-        self, tokenizer: Any, stops: Sequence[str] = (), ends: Collection[int] = (), *, skips: bool = True
-    ) -> None:
-        """`ends` are tokens after which nothing follows; they have no text, and if `skips`, no special token has."""
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), ends: Collection[int] = ()) -> None:
+        """`ends` are tokens after which nothing follows. Neither they nor special tokens have a text."""
         self.tokens: list[int] = []
-        self.length, self.has_stopped = 0, False
-        self._tokenizer, self._stops, self._ends, self._skips = tokenizer, stops, ends, skips
+        self.has_stopped = False
+        self._tokenizer, self._stops, self._ends = tokenizer, stops, ends
         self._start = self._done = 0  # tokens before which text does not matter any more, and that were given
         self._held: list[tuple[str, bool]] = []  # letters that may become a stop string; whether they are text
 
@@ -49,17 +47,16 @@ class Text:
         if len(text) <= len(before) or text.endswith(_UNFINISHED):
             return ""
         self._start, self._done = self._done, len(self.tokens)
-        self.length += len(text) - len(before)
         return text[len(before) :]
 
     def _decoded(self, start: int, stop: int) -> str:
         tokens = [token for token in self.tokens[start:stop] if token not in self._ends]
-        how = {"skip_special_tokens": self._skips, "clean_up_tokenization_spaces": False}
+        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(tokens, **how)) if tokens else ""
 
     def _hidden(self, token: int) -> str:
-        """What a special token is called, if it has no text: it may be, or end, a stop string."""
-        if not self._stops or not self._skips or self._tokenizer.decode([token], skip_special_tokens=True):
+        """What a special token is called: it may be, or end, a stop string."""
+        if not self._stops or self._tokenizer.decode([token], skip_special_tokens=True):
             return ""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 

@@ -7,7 +7,6 @@ Always true:
 from __future__ import annotations
 
 import warnings
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -27,11 +26,6 @@ def layers_over(model: nn.Module, adapter: str, **options: object) -> Any:
             return PeftModel.from_pretrained(model, adapter, **options)
     except OffloadError:
         raise
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"{adapter} holds something other than tensors, perhaps code, which is not run: get the adapter as "
-            f"safetensors, from a source that you trust ({first_line(error)})"
-        ) from error
     except Exception as error:  # peft can raise anything for settings that it does not expect, and for cut files
         raise CheckpointError(
             f"{adapter} is not an adapter for this {type(model).__name__}, or it is damaged: {first_line(error)}"
@@ -40,18 +34,10 @@ def layers_over(model: nn.Module, adapter: str, **options: object) -> Any:
 
 def load_adapter(model: Any, adapter: str) -> None:
     """Give a model of transformers the adapter in a folder, as its own loading does; may raise `CheckpointError`."""
-    way_on = "from_pretrained(..., adapter=False) loads the model without it"
-    try:
-        from peft import PeftConfig
-    except ImportError as error:
-        raise CheckpointError(
-            f"{adapter} holds an adapter, which needs the package peft ({first_line(error)}): install it; {way_on}"
-        ) from error
-    layers = layers_over(model, adapter, autocast_adapter_dtype=False)
-    config: PeftConfig = layers.active_peft_config
+    config = layers_over(model, adapter, autocast_adapter_dtype=False).active_peft_config
     if config.is_prompt_learning:
         raise CheckpointError(
-            f"{adapter} holds an adapter of kind {config.peft_type.value}, which is no part of the layers: {way_on}, "
-            "and peft.PeftModel.from_pretrained(model, folder) adds it"
+            f"{adapter} holds an adapter of kind {config.peft_type.value}, which is no part of the layers: load the "
+            "model without it (adapter=False), and add it with peft.PeftModel.from_pretrained(model, folder)"
         )
     model._hf_peft_config_loaded = True

@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import put_files
-from offload.checkpoints.conversion import identities_of, resumable_folder, source_of, target_outside
+from offload.checkpoints.conversion import identities_of, resumable_folder, source_of
 from offload.errors import CheckpointError
 from offload.integrations.transformers import model_on_meta
 from offload.memory import count_freed
@@ -30,6 +30,7 @@ from offload.progress import progress_in_bytes
 from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
 from offload.system.reasons import reading
+from offload.system.regular import absolute
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike
 
@@ -54,7 +55,6 @@ def quantize_checkpoint(
     group_size: int = 128,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    resume: bool = False,
     progress: bool = True,
 ) -> list[str]:
     """Write a checkpoint of transformers anew with quantized linear layers, in the format of compressed-tensors.
@@ -65,14 +65,14 @@ def quantize_checkpoint(
 
     Args:
         source: the folder of a model that is not quantized, or a GGUF file, which is decoded first.
-        target: the new folder; it may be there if it is empty.
+        target: the new folder; it may be there if it is empty. A run that was killed leaves the folder `target` +
+            ".partial": the same call goes on from there.
         form: "int8" or "int4", with a scale for each row and group of columns; "fp8" (E4M3) with a scale for each row.
         group_size: columns that share a scale, for "int8" and "int4". A layer whose columns are no multiple of it has
             groups of the largest size that divides both, or stays as it is if that is less than 32.
         dtype: that the model computes in, and of what is not quantized; None for the one it has, which is float32 for
             a GGUF file that is packed.
         max_shard_size: see `save_checkpoint`.
-        resume: go on with a run that was killed, from the folder `target` + ".partial".
         progress: show a bar, on a terminal.
 
     Returns:
@@ -80,8 +80,8 @@ def quantize_checkpoint(
 
     Raises:
         CheckpointError: the model is quantized already, or has no layer that can be.
-        ForeignFileError: `target` is there and not empty, or in the folder of `source`.
-        JournalError: a run was begun and `resume` does not say to go on; or it was one with other arguments.
+        ForeignFileError: `target` is there and not empty.
+        JournalError: a run with other arguments was begun.
         ModuleNotFoundError: the package compressed-tensors is not installed.
         WriteError, and as `open_checkpoint`
 
@@ -92,25 +92,25 @@ def quantize_checkpoint(
         >>> quantize_checkpoint("llama", "llama-int4", "int4", group_size=32)
         []
     """
-    opened, target = open_checkpoint(source), target_outside(target, source)
-    model = source_of(opened, dtype)
-    chosen, left = _layers(opened, model.tensors, group_size if FORMS[form][2] else None)
+    opened, target = open_checkpoint(source), absolute(target)
+    tensors, companions = source_of(opened, dtype)
+    chosen, left = _layers(opened, tensors, group_size if FORMS[form][2] else None)
     schemes = {size: _scheme(form, size) for size in sorted(set(chosen.values()), reverse=True)}
     scheme_of = {name: schemes[size] for name, size in chosen.items()}
     run = {"form": form, "group_size": group_size, "dtype": str(dtype), "source": identities_of(opened)}
-    with resumable_folder(target, run, resume=resume) as work:
+    with resumable_folder(target, run) as work:
         done, quantized = _done_in(work), dict[str, torch.Tensor]()
-        total = sum(model.tensors[name].nbytes for name in scheme_of)
+        total = sum(tensors[name].nbytes for name in scheme_of)
         with progress_in_bytes(total, "quantizing", shown=progress) as advance:
             for name, scheme in scheme_of.items():
                 if name not in done:
-                    done[name] = _stored(name.removesuffix("weight"), model.tensors[name].materialize(), scheme, work)
-                    count_freed(model.tensors[name].nbytes)
+                    done[name] = _stored(name.removesuffix("weight"), tensors[name].materialize(), scheme, work)
+                    count_freed(tensors[name].nbytes)
                 quantized |= done[name]
-                advance(model.tensors[name].nbytes)
-        others = {name: tensor for name, tensor in model.tensors.items() if name not in chosen}
+                advance(tensors[name].nbytes)
+        others = {name: tensor for name, tensor in tensors.items() if name not in chosen}
         with replacing_folder(target) as folder:
-            put_files(folder, model.companions)
+            put_files(folder, companions)
             _note(folder, scheme_of, FORMS[form][1], left)
             save_checkpoint(dict(sorted(quantized.items())) | others, folder, max_shard_size)
     log.info("quantized %d layers of %s, and left %d as they are", len(chosen), source, len(left))

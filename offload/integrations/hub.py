@@ -94,8 +94,6 @@ def headers_of(name: str, **hub_options: object) -> tuple[Path, dict[str, tuple[
 
 @contextmanager
 def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
-    if os.fspath(name).endswith(".gguf"):
-        raise MissingFileError(f"{name} does not exist")
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

@@ -8,7 +8,6 @@ Always true:
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import cache
 from operator import attrgetter
@@ -18,22 +17,17 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 
 from offload.errors import (
-    ArgumentTypeError,
-    DtypeMismatchError,
-    ForeignFileError,
     ShapeMismatchError,
     UnsupportedOpError,
 )
 from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.owning import replace_by_zeros
-from offload.system.reasons import reading
-from offload.system.regular import absolute, is_folder
+from offload.storage.replacing import refuse_filled
+from offload.system.regular import absolute
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.rules import is_followed
 from offload.tensor.views import handle_of, is_stale
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
-
-log = logging.getLogger("offload.integrations")
 
 States: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
@@ -76,25 +70,13 @@ def kv_cache(config_or_model: Any, offload_dir: str | os.PathLike[str] | None = 
     from transformers import EncoderDecoderCache
 
     config = getattr(config_or_model, "config", config_or_model)
-    if not hasattr(config, "get_text_config") or isinstance(config, type):
-        raise ArgumentTypeError(f"a transformers model, or its configuration, is needed: {repr(config_or_model)[:80]}")
-    folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
+    folder = None if offload_dir is None else absolute(offload_dir)
+    if folder is not None:
+        refuse_filled(folder)
     if not getattr(config, "is_encoder_decoder", False):
         return _on_disk(config, "", folder)
     parts = [_on_disk(config, prefix, folder) for prefix in ("decoder.", "cross.")]
     return EncoderDecoderCache(*parts)
-
-
-def _folder_of_its_own(offload_dir: str | os.PathLike[str]) -> Path:
-    folder = absolute(offload_dir)
-    with reading(folder):
-        is_used = is_folder(folder) and any(folder.iterdir())
-    if is_used:
-        raise ForeignFileError(
-            f"{folder} is not empty: keys and values need a folder of their own, and those of an earlier cache can't "
-            "be opened again. Use a new folder, or empty this one."
-        )
-    return folder
 
 
 def _on_disk(config: Any, prefix: str, folder: Path | None) -> Any:
@@ -104,7 +86,6 @@ def _on_disk(config: Any, prefix: str, folder: Path | None) -> Any:
     for place, layer in enumerate(made.layers):
         name, kind = f"{prefix}layers.{place}", _kind_on_disk(layer.__class__)
         if kind is None:  # it does not keep them in the usual way
-            log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
             continue
         made.layers[place] = kind.__new__(kind)
         made.layers[place].__dict__.update(layer.__dict__)
@@ -190,14 +171,10 @@ class _Rows:
         return count
 
     def _refuse_others(self, past: torch.Tensor, states: torch.Tensor) -> None:
-        if _shape_of_a_token(past) != _shape_of_a_token(states):
+        if _shape_of_a_token(past) != _shape_of_a_token(states) or past.dtype != states.dtype:
             raise ShapeMismatchError(
-                f"{self._name!r} holds tokens of shape {tuple(past.shape)}, the new ones have {tuple(states.shape)}: "
-                "reset() the cache, or use another cache for another batch"
-            )
-        if past.dtype != states.dtype:
-            raise DtypeMismatchError(
-                f"{self._name!r} holds {past.dtype}, the new tokens are {states.dtype}: reset() it, or use one dtype"
+                f"{self._name!r} holds tokens of {past.dtype} {tuple(past.shape)}, the new ones have {states.dtype} "
+                f"{tuple(states.shape)}: reset() the cache, or use another one for another batch or dtype"
             )
 
 

@@ -4,14 +4,12 @@ Always true:
 - torchao decides what is quantized, and how: its configurations, filters and handlers are called unchanged
 - a quantized weight replaces the old value in its file as soon as torchao assigns it to a module
 - a weight that is tied to others gets its own file, since torchao unties it in memory: the others stay
-- the file of a quantized weight notes the run, so that it can be resumed after a kill
 - quantizing affects only this thread
 """
 
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,9 +21,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.checkpoints.companions import is_of_transformers
-from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError, UnsupportedOpError
+from offload.errors import MapError, OffloadError, UnsupportedOpError
 from offload.models.pretrained import note_quantizer
-from offload.models.values import Journal, Replacing, is_done, journal_for, values_of
+from offload.models.values import Replacing
 from offload.progress import progress_in_bytes
 from offload.system.modes import no_grad
 from offload.tensor.locals import is_dtensor
@@ -45,7 +43,6 @@ def quantize_(
     filter_fn: Filter | None = None,
     device: torch.device | str | int | None = None,
     *,
-    resume: bool | str = False,
     progress: bool = True,
 ) -> None:
     """torchao's `quantize_`, of a model whose weights are on disk, and stay there.
@@ -53,9 +50,6 @@ def quantize_(
     Weights are quantized one at a time: only what torchao needs for one is in memory. What was quantized before stays
     as it is, so that after an interruption, which leaves a model that works, a second call does the rest; but torchao's
     `FqnToConfig`, which takes no filter, should name what is left.
-
-    Where the weights have an `offload_dir`, a journal there records what is done. After a kill, load the checkpoint
-    with that folder and run the same lines with `resume=True`: weights that were quantized are taken from there.
 
     The configuration of a transformers model records it, so that `save_pretrained` writes one that transformers
     and `offload.from_pretrained` load again, where torchao's safetensors form knows the classes of its weights.
@@ -65,13 +59,10 @@ def quantize_(
         config: a configuration of torchao.
         filter_fn: which modules, by module and full name; None for torchao's choice, the linear layers.
         device: the device to move a module to first, as in torchao.
-        resume: continue the run of this name; True for the only one. If there is none, it starts.
         progress: show a bar, on a terminal.
 
     Raises:
-        ArgumentTypeError: `config` is not a configuration of torchao.
         MapError: torchao failed on a layer; the message names it. Those before it are done.
-        JournalError: the journal is of another run, or there is no folder for one.
         UnknownSubclassError: a weight became an unknown tensor subclass; the old value is kept.
         WriteError: the disk is full...; the old value is kept.
 
@@ -83,8 +74,8 @@ def quantize_(
         >>> offload.is_offloaded(model[0].weight), type(model[0].weight.materialize()).__name__
         (True, 'Int8Tensor')
     """
-    from torchao.core.config import AOBaseConfig
     from torchao.quantization import FqnToConfig
+    from torchao.quantization import quantize_ as torchaos
 
     sharded = next((name for name, tensor in model.named_parameters() if is_dtensor(tensor)), None)
     if sharded is not None:
@@ -92,57 +83,26 @@ def quantize_(
             f"{sharded!r} is sharded over ranks (a DTensor), and torchao needs the whole weight: quantize the model "
             "in one process, or load the ranks from a packed checkpoint (FP8, GPTQ...), decoded as it is read"
         )
-    if not isinstance(config, AOBaseConfig):
-        raise ArgumentTypeError(
-            f"give a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not {config!r}"
-        )
     quantizer = _quantizer_for(model, config)
-    journal, has_quantized = _journal_of(model, resume)
     by_name = isinstance(config, FqnToConfig)  # torchao takes no filter with it
-    chosen = None if by_name else _not_yet(filter_fn or _torchaos_choice())
+    chosen = None if by_name else _not_yet(filter_fn or signature(torchaos).parameters["filter_fn"].default)
     total = sum(map(_nbytes, model.modules()))
     with (
         progress_in_bytes(total, "quantizing", shown=progress) as advance,
-        _quantizing(model, journal, advance) as quantizing,
+        _quantizing(model, advance) as quantizing,
         no_grad(),
     ):
-        quantizing.has_quantized = has_quantized
         log.info("torchao quantizes %s by %s", type(model).__name__, type(config).__name__)
         try:
             quantizing.run(model, config, chosen, device)
-            journal.finish()
         finally:
             quantizing.finish()
             if quantizing.has_quantized and quantizer is not None and is_of_transformers(model):
                 note_quantizer(model, quantizer)
 
 
-def _journal_of(model: nn.Module, resume: bool | str) -> tuple[Journal, bool]:
-    """The journal that says which weights are done, and whether some were taken over from an earlier run."""
-    try:
-        values = values_of(model)
-    except MetaTensorError:  # torchao may skip these
-        if resume:
-            raise
-        return Journal(), False
-    name = resume if isinstance(resume, str) else "quantize_"
-    journal = journal_for(values, name, resume=bool(resume), goes_on=True)
-    done = (value.tensor for value in values if is_done(value, journal))
-    quantized = [tensor for tensor in done if subclass_value(tensor) is not None]
-    for tensor in quantized:
-        tensor.requires_grad_(False)  # as in torchao
-    return journal, bool(quantized)
-
-
 def _nbytes(module: nn.Module) -> int:
     return sum(weight.numel() * weight.itemsize for weight in parameters_of(module).values() if weight is not None)
-
-
-def _torchaos_choice() -> Filter:
-    from torchao.quantization import quantize_ as torchaos
-
-    choice: Filter = signature(torchaos).parameters["filter_fn"].default
-    return choice
 
 
 def _not_yet(wanted: Filter) -> Filter:
@@ -156,11 +116,10 @@ def _not_yet(wanted: Filter) -> Filter:
 class _Quantizing:
     """Stores what replaces a weight on disk in its place; `at` is the layer that torchao is working on."""
 
-    def __init__(self, model: nn.Module, journal: Journal, advance: Callable[[int], object]) -> None:
+    def __init__(self, model: nn.Module, advance: Callable[[int], object]) -> None:
         self.has_quantized = False
         self.at = ""
         self._model = model
-        self._journal = journal
         self._advance = advance
         self._places = Replacing(model, "quantized")
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -172,12 +131,8 @@ class _Quantizing:
             return None
         prefix = self._names.get(id(module))
         full_name = name if prefix == "" else f"{prefix}.{name}" if prefix else ""
-        is_quantized = subclass_value(new) is not None and subclass_value(old) is None
-        self.has_quantized |= is_quantized
-        stored = self._places.stored(old, new, full_name, self._journal.key if is_quantized else ())
-        if stored is not None:
-            log.debug("quantized %s to a %s in %s", full_name, type(new).__name__, stored.offload_path)
-        return stored
+        self.has_quantized |= subclass_value(new) is not None and subclass_value(old) is None
+        return self._places.stored(old, new, full_name)
 
     def run(self, model: nn.Module, config: Any, chosen: Filter | None, device: Any) -> None:
         from torchao.quantization import quantize_ as torchaos
@@ -192,9 +147,8 @@ class _Quantizing:
         except OffloadError:
             raise
         except Exception as error:
-            at = self.at if chosen else _module_in(error)
             raise MapError(
-                f"torchao failed at {at!r} ({type(error).__name__}: {error}): the weights before it are quantized"
+                f"torchao failed at {self.at!r} ({type(error).__name__}: {error}): the weights before it are quantized"
             ) from error
 
     def finish(self) -> None:
@@ -203,15 +157,9 @@ class _Quantizing:
             self.has_quantized |= subclass_value(self._model.get_parameter(name)) is not None
 
 
-def _module_in(error: Exception) -> str:
-    """The name of the module that torchao was working on, if it used no filter."""
-    places = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(next((place["module_fqn"] for place in reversed(places) if "module_fqn" in place), ""))
-
-
 @contextmanager
-def _quantizing(model: nn.Module, journal: Journal, advance: Callable[[int], object]) -> Iterator[_Quantizing]:
-    quantizing, before = _Quantizing(model, journal, advance), _AT_WORK.get()
+def _quantizing(model: nn.Module, advance: Callable[[int], object]) -> Iterator[_Quantizing]:
+    quantizing, before = _Quantizing(model, advance), _AT_WORK.get()
     hook = None
     try:
         hook = register_module_parameter_registration_hook(quantizing)

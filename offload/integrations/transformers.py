@@ -23,7 +23,7 @@ from offload.checkpoints.companions import class_of, has_adapter, quantization_o
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.formats import Form, values_in
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
-from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
+from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.adapters import load_adapter
 from offload.integrations.hub import base_folder, folder_of
 from offload.memory import return_freed
@@ -32,17 +32,24 @@ from offload.models.experts import NAME, prefer_experts, register_experts
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import filled, note_form, waiting, without_quantization
 from offload.models.slots import tensor_slots
-from offload.storage.state_file import MOST_JSON, parse_json
+from offload.storage.state_file import read_json
 from offload.system.modes import no_inference
 from offload.system.reasons import first_line, reading, some
-from offload.system.regular import is_folder, read_regular
-from offload.tensor.arguments import ELSEWHERE, floating_dtype, refuse_others
-from offload.tensor.locals import is_dtensor, local_of
+from offload.system.regular import is_folder
+from offload.tensor.arguments import floating_dtype
 from offload.torch_api import buffers_of, unsaved_buffers_of
 from offload.transformers_api import check_attributes
 
 log = logging.getLogger("offload.integrations")
 
+_ELSEWHERE = {  # options of transformers, and what is given here
+    "torch_dtype": "give dtype",
+    "offload_folder": "give offload_dir",
+    "subfolder": "give that folder",
+    "variant": "give a folder with that variant alone",
+    "state_dict": "fill an empty model with offload.load_checkpoint_and_dispatch",
+    "offload_state_dict": "leave it out",
+}
 _QUANTIZING = ("quantization_config", "load_in_8bit", "load_in_4bit")
 _OF_RANKS = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
@@ -147,7 +154,6 @@ def from_pretrained(
     if (model_folder := base_folder(folder, **hub_options)) != folder:
         name_or_path = folder = model_folder
     of_ranks = {key: options.pop(key) for key in _OF_RANKS if options.get(key) is not None}
-    _refuse_without_config(folder, config)
     source = open_checkpoint(folder)
     empty, config, options = model_on_meta(
         folder, model_class, config, stored=len(source.keys()), trust_remote_code=trust_remote_code, **options
@@ -175,8 +181,6 @@ def from_pretrained(
         tensors = values.tensors if is_asked else waiting(values)
         model, info = filled(type(empty), config, source.path, tensors, dtype, **options)
     _fill_unsaved(model, dtype)
-    if of_ranks:
-        _refuse_cut_heads(model)
     if values.form in (Form.PLAIN, Form.MAPPED):
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     report = report_of(info)
@@ -186,7 +190,6 @@ def from_pretrained(
             f"{source.path} belongs to another model than {type(model).__name__}: give its model_class= ({report})"
         )
     model.name_or_path = model.config.name_or_path = str(name_or_path)
-    model.loaded_from = folder
     complete = infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers)
     how: Kwargs = {"offload_dir": offload_dir, "offload_buffers": offload_buffers, "store": store, "exact": exact}
     skipped = getattr(model, "_skip_keys_device_placement", None)
@@ -223,22 +226,6 @@ def _fill_unsaved(model: Pretrained, dtype: torch.dtype) -> None:
         ) from error
 
 
-def _refuse_cut_heads(model: Pretrained) -> None:
-    """transformers cuts the rows of a projection evenly, and its attention then can't make heads of a rank's share."""
-    ranks = getattr(model, "tp_size", None) or 1
-    for name, module in model.named_modules():
-        width = getattr(module, "head_dim", None)
-        for part in ("q_proj", "k_proj"):
-            weight: Any = getattr(getattr(module, part, None), "weight", None)
-            if not isinstance(width, int) or not is_dtensor(weight) or local_of(weight).shape == weight.shape:
-                continue
-            if weight.shape[0] % (width * ranks):
-                raise ArgumentError(
-                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among {ranks} ranks: "
-                    "take a number of ranks that divides them"
-                )
-
-
 def model_on_meta(
     folder: Path,
     model_class: Any = None,
@@ -253,7 +240,6 @@ def model_on_meta(
 
     check_attributes()
     is_gguf = not is_folder(folder)
-    _refuse_without_config(folder, config)
     try:
         if is_gguf and config is None:
             config, options = config_of(folder, **options)
@@ -276,29 +262,15 @@ def model_on_meta(
                 f"{folder} has code of its own, which does not run unless you ask for it. Read it first; then pass "
                 "trust_remote_code=True, or --trust-remote-code on the command line"
             ) from error
-        reason = first_line(error).rstrip(".")
-        if hasattr(config, "model_type"):  # its configuration could be read
-            reason += ". If it needs another class, give it in Python as model_class=, such as transformers.AutoModel"
+        reason = f"{first_line(error).rstrip('.')}. If it needs another class, give it in Python as model_class="
         raise CheckpointError(f"transformers can't make a model from {folder}: {reason}") from error
-
-
-def _refuse_without_config(folder: Path, config: Config | None) -> None:
-    if config is None and is_folder(folder):
-        with reading(folder):
-            has_config, ggufs = (folder / "config.json").is_file(), sorted(one.name for one in folder.glob("*.gguf"))
-        if not has_config:
-            raise CheckpointError(
-                f"{folder} has no config.json, so it is not a transformers model: name a GGUF file itself"
-                f"{f' ({some(ggufs)})' if ggufs else ''}, pass config=, or fill a model of your own with "
-                "offload.load_checkpoint_and_dispatch"
-            )
 
 
 def _as_it_is(path: Path) -> Settings:
     """A configuration before transformers sees it; empty if it is damaged, which transformers says."""
-    with suppress(OffloadError, ValueError, RecursionError):
-        found = parse_json(read_regular(path, MOST_JSON))
-        return found if isinstance(found, dict) else {}
+    with suppress(OffloadError):
+        if isinstance(found := read_json(path, "a model's configuration"), dict):
+            return found
     return {}
 
 
@@ -315,7 +287,8 @@ def _refuse_options(options: Kwargs) -> None:
                 "the model, then quantize it on disk with offload.quantize_(model, config) and a configuration of "
                 "torchao, such as Int8WeightOnlyConfig()"
             )
-    refuse_others("from_pretrained", ELSEWHERE.keys() & options.keys())
+    for name in _ELSEWHERE.keys() & options.keys():
+        raise ArgumentTypeError(f"offload.from_pretrained does not take {name!r}: {_ELSEWHERE[name]}")
 
 
 def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -> Pretrained:

@@ -13,16 +13,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from offload.errors import ArgumentTypeError, DeviceMapError, UnsupportedOpError
-from offload.memory import as_bytes
-from offload.system.reasons import some
-from offload.tensor.arguments import checked_device
+from offload.system.reasons import first_line, some
 from offload.torch_api import buffers_of, parameters_of, usable_accelerator
 
 ON_DISK = "disk"
@@ -31,7 +28,6 @@ AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 Word: TypeAlias = "str | int | torch.device"
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
-_WORDS = (ON_DISK, "cpu", "meta", "cuda", "xpu", "mps", *AUTOMATIC)
 DeviceMap: TypeAlias = "Word | Mapping[str, Word] | None"
 
 
@@ -47,7 +43,7 @@ def infer_device_map(
     model: nn.Module,
     device_map: DeviceMap,
     *,
-    max_memory: Mapping[int | str, object] | float | str | None = None,
+    max_memory: Mapping[int | str, object] | int | str | None = None,
     no_split_module_classes: list[str] | None = None,
     dtype: torch.dtype | None = None,
     offload_buffers: bool = False,
@@ -58,16 +54,22 @@ def infer_device_map(
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    shares = None if max_memory is None else _checked_shares(max_memory, device_map)
+    if max_memory is not None and not isinstance(max_memory, Mapping):
+        raise DeviceMapError(
+            f"device_map={device_map!r} needs max_memory by device, as {{'cpu': '8GiB'}}, not {max_memory!r}"
+        )
+    shares: Any = max_memory
     if no_split_module_classes is None:
         no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
     if not hasattr(no_split_module_classes, "__iter__"):
         raise ArgumentTypeError(f"no_split_module_classes is a list of names, not {repr(no_split_module_classes)[:80]}")
     options: dict[str, Any] = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
-    if device_map != "sequential":
-        shares = get_balanced_memory(model, shares, low_zero=device_map == "balanced_low_0", **options)
-    options |= {"max_memory": shares, "offload_buffers": offload_buffers}
-    return infer_auto_device_map(model, **options)  # type: ignore[no-any-return]
+    try:
+        if device_map != "sequential":
+            shares = get_balanced_memory(model, shares, low_zero=device_map == "balanced_low_0", **options)
+        return infer_auto_device_map(model, max_memory=shares, offload_buffers=offload_buffers, **options)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise DeviceMapError(f"accelerate can't divide the model ({first_line(error)}): mend max_memory") from error
 
 
 def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
@@ -102,7 +104,7 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         where = f" for {module!r}" if module else ""
         raise DeviceMapError(
-            f"{word!r}{where} is not a place that a device map can name here{_meant(word)}: "
+            f"{word!r}{where} is not a place that a device map can name here: "
             f"use 'disk', 'disk:<device>', 'cpu', 'meta', or a device that torch has ({str(error).splitlines()[0]})"
         ) from error
 
@@ -134,47 +136,11 @@ def execution_devices(placed: Mapping[str, Place]) -> dict[str, torch.device]:
 
 def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: Iterable[str]) -> None:
     """Warn about names in a device map that match no module or tensor: what they should place is somewhere else."""
-    if not isinstance(device_map, Mapping):
-        return
-    known = {*modules, *tensors}
-    strangers = [f"{name!r}{_meant(name, known)}" for name in device_map if name and name not in known]
+    known = {"", *modules, *tensors}
+    strangers = [name for name in device_map if name not in known] if isinstance(device_map, Mapping) else []
     if strangers:
-        text = f"the device map names modules that this model does not have; they are ignored: {', '.join(strangers)}"
+        text = f"the device map names modules that this model does not have; they are ignored: {some(strangers)}"
         warnings.warn(text, stacklevel=4)
-
-
-def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:
-    if not isinstance(max_memory, Mapping) or not max_memory:
-        raise DeviceMapError(
-            f"device_map={word!r} needs max_memory by device, as {{'cpu': '8GiB'}}, not {max_memory!r}"
-        )
-    shares: dict[int | str, int] = {}
-    for device, amount in max_memory.items():
-        if device not in ("cpu", "mps", ON_DISK) and (not isinstance(device, int) or isinstance(device, bool)):
-            raise DeviceMapError(f"max_memory: {device!r} is not a device of this machine: use 'cpu', or 0, 1...")
-        try:
-            if isinstance(amount, float):
-                raise ValueError(f"{amount!r} is a fraction, and here bytes are needed: use 4096 or '8GiB'")
-            shares[device] = as_bytes(amount, 0)
-        except ValueError as error:
-            raise DeviceMapError(f"max_memory for {device!r}: {error}") from error
-    return shares
-
-
-def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
-    """A suggestion for an unknown word, as text; empty if nothing is similar."""
-    if word in AUTOMATIC:
-        return ": it applies to a whole model, in load_checkpoint_and_dispatch and from_pretrained"
-    near = get_close_matches(word, known, n=1) if isinstance(word, str) and not _is_device(word) else []
-    return f", did you mean {near[0]!r}?" if near else ""
-
-
-def _is_device(word: str) -> bool:
-    try:
-        torch.device(word)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _prefixes(name: str) -> Iterable[str]:
@@ -212,18 +178,6 @@ def refuse_held(model: nn.Module) -> None:
                 raise UnsupportedOpError(
                     f"the values of {name or 'the model'!r} are held by {package} (a {type(members).__name__}), which "
                     f"returns copies of them: {way_out.get(package, 'have it release the model first')}"
-                )
-
-
-def refuse_other_device(model: nn.Module, device: torch.device) -> None:
-    """Raises `UnsupportedOpError` if accelerate's hooks would move activations away from the device."""
-    for name, module in model.named_modules():
-        for hook in _hooks_of(module):
-            theirs = getattr(hook, "execution_device", None)
-            if theirs is not None and checked_device(theirs) != device:
-                raise UnsupportedOpError(
-                    f"accelerate's hook on {name or 'the model'!r} moves its inputs to {theirs}, and the model is to "
-                    f"run on {device}: call accelerate.hooks.remove_hook_from_submodules(model) first"
                 )
 
 

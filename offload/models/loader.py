@@ -10,9 +10,8 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +37,6 @@ from offload.models.device_map import (
     move_activations,
     places,
     refuse_held,
-    refuse_other_device,
     warn_of_strangers,
 )
 from offload.models.experts import prefer_experts
@@ -50,7 +48,6 @@ from offload.models.slots import (
     is_meta,
     place_of_slot,
     place_tensors,
-    same_bits,
     share_of,
     tensor_slots,
     tied_slots,
@@ -65,9 +62,8 @@ from offload.storage.subclasses import refuse_lossy
 from offload.system.modes import inside, no_inference
 from offload.system.reasons import some
 from offload.system.regular import is_folder
-from offload.tensor.arguments import computing_device, floating_dtype, refuse_others
+from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
-from offload.tensor.guests import CPU
 from offload.tensor.locals import local_of
 from offload.tensor.products import compute_exactly
 from offload.tensor.recipes import Recipe, stored_in
@@ -76,7 +72,6 @@ from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 from offload.torch_api import DisableTorchFunctionSubclass, blocks_of, buffers_of, parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
-Models = TypeVar("Models")  # a module, or a pipeline of modules
 
 _MOST_OF_A_FILE = 0.75  # share of a file from which it is read including the gaps between a model's values
 _REFERENCED = "referenced"
@@ -102,8 +97,6 @@ class LoadReport:
         missing_keys: tensors of the model that the checkpoint does not have.
         unexpected_keys: tensors of the checkpoint that the model does not have.
         mismatched_keys: name, shape in the checkpoint, shape in the model; only in the text of an error.
-        overruled_keys: tensors of the checkpoint that are not used, since the model ties them to another one, which the
-            checkpoint has with other values: the name, and the name of that one, the last, as torch's own loading uses.
         forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, "in files
             of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined", "laid out
             anew", "decoded from fp8, joined"...
@@ -119,19 +112,16 @@ class LoadReport:
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    overruled_keys: list[tuple[str, str]] = field(default_factory=list)
     forms: Mapping[str, HeldForm] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
         """Whether anything did not match."""
-        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys or self.overruled_keys)
+        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys)
 
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
-        overruled = [f"{name} (tied to {other}, which has other values)" for name, other in self.overruled_keys]
-        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys}
-        lines |= {"mismatched": mismatched, "overruled": overruled}
+        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
         texts = [f"{len(names)} {what}: {some(names)}" for what, names in lines.items() if names] or ["all match"]
         if self.forms.keys() - {_REFERENCED, _IN_MEMORY}:
             texts += [f"{what}: {form}" for what, form in self.forms.items()]
@@ -152,7 +142,6 @@ def load_checkpoint_and_dispatch(
     offload_buffers: bool = False,
     skip_keys: str | list[str] | None = None,
     store: bool = False,
-    **others: object,
 ) -> Model:
     """Fill a model from a checkpoint and make it ready to run.
 
@@ -173,7 +162,6 @@ def load_checkpoint_and_dispatch(
         skip_keys: for a map over several devices: keyword arguments of forward that are not moved.
         store: whether values that have to be joined, cast or decoded are so once, into files in `offload_dir`, and not
             each time that they are read. What an earlier loading has stored there is used, in any case.
-        others: are refused; for accelerate's, the error says what is given here.
 
     Returns:
         The same model.
@@ -192,7 +180,6 @@ def load_checkpoint_and_dispatch(
         >>> load_checkpoint_and_dispatch(model, "model.safetensors")(torch.ones(2)).tolist()
         [2.0, 2.0, 2.0]
     """
-    refuse_others("load_checkpoint_and_dispatch", others)
     refuse_to_store_nowhere(offload_dir, store=store)
     dtype = None if dtype is None else floating_dtype(dtype)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
@@ -222,7 +209,6 @@ def load_checkpoint_in_model(
     strict: bool = False,
     offload_buffers: bool = False,
     store: bool = False,
-    **others: object,
 ) -> LoadReport:
     """Fill a model's parameters and persistent buffers from a checkpoint; what it does not have is left as it was.
 
@@ -238,7 +224,6 @@ def load_checkpoint_in_model(
         >>> report.missing_keys, report.unexpected_keys
         (['bias'], ['other'])
     """
-    refuse_others("load_checkpoint_in_model", others)
     refuse_to_store_nowhere(offload_dir, store=store)
     dtype = None if dtype is None else floating_dtype(dtype)
     slots = [slot for slot in tied_slots(model) if slot.keys]
@@ -253,13 +238,12 @@ def load_checkpoint_in_model(
 
 
 def disk_offload(
-    model: Models,
+    model: Model,
     offload_dir: PathLike | None = None,
     *,
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
-    **others: object,
-) -> Models:
+) -> Model:
     """Move the parameters of a model to disk, one by one.
 
     A model that accelerate has dispatched, to the CPU's memory or to disk, is refused: its hooks hold the weights. Load
@@ -267,14 +251,12 @@ def disk_offload(
 
     Args:
         model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow. Of a
-            pipeline of diffusers, all models among its `components`, each with its own subfolder of `offload_dir`.
+            pipeline of diffusers, give each model among its `components`, with a folder of its own.
         offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
-            where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
-            and its first write goes to the folder.
+            where it is; `save_checkpoint` copies it.
         execution_device: where ops run; None for the device that each tensor is on.
         offload_buffers: buffers too. Without, the folder has none: one that is to be loaded again, as of a BatchNorm's
             running mean, needs them.
-        others: as of `load_checkpoint_and_dispatch`.
 
     Returns:
         The same model.
@@ -291,14 +273,6 @@ def disk_offload(
         >>> type(model.weight.data).__name__
         'OffloadedTensor'
     """
-    refuse_others("disk_offload", others)
-    components = getattr(model, "components", None)
-    if not isinstance(model, nn.Module) and isinstance(components, Mapping):
-        for name, part in components.items():
-            if isinstance(part, nn.Module):
-                place = None if offload_dir is None else Path(offload_dir) / name
-                disk_offload(part, place, execution_device=execution_device, offload_buffers=offload_buffers)
-        return model
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts one by one")
     refuse_held(model)
@@ -310,8 +284,6 @@ def disk_offload(
         if slot.is_parameter or offload_buffers:
             refuse_lossy(slot.tensor, slot.name)
     device = None if execution_device is None else computing_device(execution_device)
-    if device is not None:
-        refuse_other_device(model, device)
     placed = {slot.name: Place(True, device or slot.tensor.device) for slot in slots}
     place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
     _settle(model, None)
@@ -366,8 +338,8 @@ def _fill(
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
     slots = _tied_as_noted(slots, source)
-    keyed, overruled = _keyed(slots, source, partial(_have_same_bits, source))
-    report = replace(_compare(keyed, source), overruled_keys=overruled)
+    keyed = _keyed(slots, source)
+    report = _compare(keyed, source)
     fitted: Fitted | None = None
     if is_of_transformers(model) and (report.differs or _is_packed(model, source)):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
@@ -377,10 +349,10 @@ def _fill(
         fitted = quantized_by_torchao(source, offload_dir, shapes)
     if fitted is not None:
         named = fitted.tensors
-        keyed, overruled = _keyed(slots, named, lambda one, other: named[one] is named[other])
+        keyed = _keyed(slots, named)
         refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
-        report = replace(report_of(fitted.report), missing_keys=missing, overruled_keys=overruled)
+        report = replace(report_of(fitted.report), missing_keys=missing)
     if fitted is None:
         filled = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
         stored_as = {key: layout.dtype for key, layout in filled.items() if layout is not None}
@@ -411,9 +383,7 @@ def _fill(
     if fitted is not None:
         fitted.note(model)
     if report.differs:
-        lacks_buffers = source.is_offload_folder and any(key is None and not slot.is_parameter for slot, key in keyed)
-        hint = "; disk_offload(..., offload_buffers=True) writes buffers, too" if lacks_buffers else ""
-        log.warning("%s: %s%s", source.path, report, hint)
+        log.warning("%s: %s", source.path, report)
     return report
 
 
@@ -422,27 +392,9 @@ def _is_packed(model: Any, source: Checkpoint) -> bool:
     return quantization_of(model.config) is not None and not source.is_offload_folder
 
 
-def _keyed(
-    slots: Iterable[Slot], values: Container[str], are_same: Callable[[str, str], bool]
-) -> tuple[list[tuple[Slot, str | None]], list[tuple[str, str]]]:
-    """Each tensor of a model with the one of its names that is in a checkpoint, or None; and `overruled_keys`."""
-    keyed: list[tuple[Slot, str | None]] = []
-    overruled: list[tuple[str, str]] = []
-    for slot in slots:
-        stored = [key for key in slot.keys if key in values]
-        others = {key for key in stored[:-1] if not are_same(key, stored[-1])}
-        overruled += [(key, stored[-1]) for key in stored if key in others]
-        if slot.keys:
-            keyed.append((slot, next((key for key in stored if key not in others), None)))
-    return keyed, overruled
-
-
-def _have_same_bits(source: Checkpoint, name: str, other: str) -> bool:
-    """Whether a checkpoint has the same value under two names; if they are stored apart, they are read."""
-    one, two = source.tensors(None, {name: CPU, other: CPU}).values()
-    left, right = handle_of(one), handle_of(two)
-    is_one = left.composed is None and (left.path, left.extent, left.layout) == (right.path, right.extent, right.layout)
-    return is_one or same_bits(one, two)
+def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:
+    """Each tensor of a model with the last of its names that is in a checkpoint, as torch's own loading has it."""
+    return [(slot, next((key for key in reversed(slot.keys) if key in values), None)) for slot in slots if slot.keys]
 
 
 def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:

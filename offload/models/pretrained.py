@@ -29,7 +29,7 @@ from offload.annotations import Args, Config, Kwargs, Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
 from offload.checkpoints.forms.decoding import method_of
-from offload.checkpoints.forms.formats import Form, Packed, Values, packed_state, values_in
+from offload.checkpoints.forms.formats import Form, Packed, Values, values_in
 from offload.checkpoints.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.errors import CheckpointError, OffloadError
 from offload.memory import uncollected
@@ -42,8 +42,7 @@ from offload.system.modes import no_functions, no_grad, no_inference, no_modes
 from offload.system.regular import absolute
 from offload.tensor.deferred import DeferredTensor, deferred, refuse_to_share
 from offload.tensor.guests import mapped_value
-from offload.tensor.locals import is_dtensor, local_of
-from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
+from offload.tensor.saved import refuse_referenced
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 
 # Files that are replaced or removed by transformers, diffusers and others that save in the same way.
@@ -214,12 +213,9 @@ def _save(model: nn.Module, save: Callable[..., object], args: Args, options: Se
     files = [path for path in folder.glob("*model*") if _WEIGHTS.fullmatch(path.name)]
     replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    refuse_sources({name: files_of(local_of(tensor)) for name, tensor in named.items()}, replaced)
     refuse_referenced(replaced)
-    if any(map(is_dtensor, named.values())) and not saves_adapter and not options.get("distributed_checkpoint"):
-        state = options.get("state_dict") or model.state_dict()
-        refuse_shares(state)
-        options = {**options, "state_dict": {name: local_of(value) for name, value in state.items()}}
+    if not saves_adapter and not options.get("distributed_checkpoint"):
+        refuse_shares(options.get("state_dict") or named)
     log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
     packed = getattr(model, "packed_as", None)
     if saves_adapter or packed is None or options.get("state_dict") is not None:
@@ -233,17 +229,15 @@ def _save_packed(
     """Write what is still packed under its original names, from file to file."""
     from offload.transformers_api import revert_weight_conversion
 
-    pieces, others = packed_state(model.state_dict())
-    if pieces.keys() & others.keys() or not options.get("save_original_format", True):
+    pieces, others = packed.split(model.state_dict())
+    if not pieces or not options.get("save_original_format", True):
         return save(**options)
-    quantization = packed.now(others)
-    beside = packed.still_beside(others)
     dense = revert_weight_conversion(model, others)
-    saved = save(**{**options, "state_dict": {**dense, **pieces, **beside}, "save_original_format": False})
+    saved = save(**{**options, "state_dict": {**dense, **pieces}, "save_original_format": False})
     path = folder / "config.json"
-    if quantization is not None and options.get("is_main_process", True):
-        config = read_json(path, "a model's configuration")
-        put_file(path, (json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n").encode())
+    if options.get("is_main_process", True):
+        config = {**read_json(path, "a model's configuration"), "quantization_config": packed.quantization}
+        put_file(path, (json.dumps(config, indent=2) + "\n").encode())
     return saved
 
 

@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -23,20 +23,17 @@ from offload.errors import ArgumentTypeError, UnsupportedOpError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.device_map import Place
-from offload.prefetch.value import page_state_of
 from offload.progress import progress
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.system.modes import inside, no_functions, no_inference, no_modes
 from offload.system.reasons import some
-from offload.system.regular import absolute, is_same_folder
+from offload.system.regular import absolute
 from offload.tensor.deferred import DeferredTensor
-from offload.tensor.guests import CPU
 from offload.tensor.locals import is_dtensor, local_of, with_local
 from offload.tensor.recipes import Joined, Piece
-from offload.tensor.saved import identity_of
 from offload.tensor.views import handle_of, meta_of, metadata_of, target_of, view_spec_of
-from offload.tensor.wrapper import OffloadedTensor, PathLike, carry_attributes, dressed, is_offloaded, wrap, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, PathLike, carry_attributes, dressed, is_offloaded, wrap_handle
 from offload.torch_api import (
     DisableTorchFunctionSubclass,
     buffers_of,
@@ -46,8 +43,6 @@ from offload.torch_api import (
     unsaved_buffers_of,
     world_of,
 )
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -180,13 +175,11 @@ def place_tensors(
 ) -> None:
     """Move every tensor that has data to its place, one by one, for all who hold it; warns where torch refuses."""
     left: list[str] = []
-    brought_over: dict[Hashable, OffloadedTensor] = {}
     for slot in progress(slots, "placing"):
         place = place_of_slot(slot, placed, offload_buffers=offload_buffers)
-        folder = folder_of(slot, offload_dir)
-        if is_meta(slot.tensor) or _is_at(slot.tensor, place, folder):
+        if is_meta(slot.tensor) or _is_at(slot.tensor, place):
             continue
-        if not slot.become(at_place(slot.tensor, slot, place, folder, brought_over)):
+        if not slot.become(at_place(slot.tensor, slot, place, folder_of(slot, offload_dir))):
             left.append(slot.name)
     if left:
         log.warning(
@@ -218,25 +211,12 @@ def is_meta(tensor: torch.Tensor) -> bool:
         return tensor.is_meta
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    bits = _BITS.get(one.itemsize, one.dtype)  # 0.0 and -0.0 compare equal
-    return torch.equal(one.detach().view(bits), other.detach().view(bits))
-
-
-def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> bool:
+def _is_at(tensor: torch.Tensor, place: Place) -> bool:
     with DisableTorchFunctionSubclass():
         if isinstance(tensor, DeferredTensor):
             return False
         is_there = is_offloaded(tensor) == place.on_disk and tensor.device == place.device
-        return (is_there and _is_in(tensor, offload_dir)) or place.device.type == "meta"  # a tensor for "meta" may stay
-
-
-def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
-    if offload_dir is None or not is_offloaded(tensor):
-        return True
-    return is_same_folder(handle_of(tensor).folder, offload_dir)
+        return is_there or place.device.type == "meta"  # a tensor for "meta" may stay
 
 
 def at_place(
@@ -244,11 +224,10 @@ def at_place(
     slot: Slot,
     place: Place,
     offload_dir: PathLike | None,
-    brought_over: dict[Hashable, OffloadedTensor] | None = None,
     *,
     name: str | None = None,
 ) -> torch.Tensor:
-    """A value moved to its place; `brought_over` has those already moved to the folder, for tensors over one file."""
+    """A value moved to its place; one that is on disk already stays in its file."""
     name = slot.name if name is None else name
     if slot.outer is not None and tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
@@ -261,12 +240,6 @@ def at_place(
     elif place.on_disk and not is_offloaded(tensor):
         log.debug("%s: written to disk, from memory", name)
         tensor = OffloadedTensor.from_original_tensor(tensor, name, offload_dir, exist_ok=True)
-    elif is_offloaded(tensor) and not _is_in(tensor, offload_dir):
-        same = identity_of(tensor)  # other parameters may be over the same file, and should stay so
-        brought_over = {} if brought_over is None else brought_over
-        if same not in brought_over:
-            brought_over[same] = _brought_over(tensor, name, offload_dir)
-        tensor = brought_over[same].detach()
     elif is_offloaded(tensor):
         log.debug("%s: stays in %s", name, handle_of(tensor).path)
     return tensor if tensor.device == place.device else tensor.detach().to(place.device)
@@ -283,18 +256,6 @@ def _put_together(tensor: DeferredTensor, name: str, place: Place, offload_dir: 
     is_recipe = handle_of(stored).composed is not None
     how = "stays in" if tensor.is_stored else "a recipe over" if is_recipe else "written to"
     log.debug("%s: %s %s: %s", name, how, stored.offload_path, steps)
-    return stored
-
-
-def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
-    """A tensor on disk moved to another folder; a referenced one stays, and its first write goes there."""
-    handle = handle_of(tensor)
-    if handle.owned:
-        value = tensor.detach().to(CPU)
-        stored = OffloadedTensor.from_original_tensor(value, name, offload_dir, exist_ok=True)
-    else:
-        stored = wrap(handle.elsewhere(offload_dir), view_spec_of(tensor), target_of(tensor))
-    page_state_of(handle_of(stored)).pool = page_state_of(handle).pool
     return stored
 
 
@@ -353,12 +314,6 @@ def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> Of
             piece.handle.elsewhere(offload_dir) if composed is None else Handle.compose(composed, name, offload_dir)
         )
     return wrap_handle(handle, target_of(share))
-
-
-def is_whole(outer: Any) -> bool:
-    """Whether this rank has all of a DTensor: it is replicated, or its mesh has one rank."""
-    sizes = outer.device_mesh.shape
-    return all(one.is_replicate() or size == 1 for one, size in zip(outer.placements, sizes, strict=True))
 
 
 def folder_of_rank(outer: Any, offload_dir: PathLike | None) -> Path | None:

@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from offload.annotations import Args, Kwargs, Op
-from offload.memory import as_bytes, available_bytes
-from offload.offloading.made import Place, log, made_on_disk
+from offload.memory import as_bytes
+from offload.offloading.made import Destination, log, made_on_disk
 from offload.storage.folders import named_folder
 from offload.system.locks import fork_safe_lock
 from offload.tensor.rules import decompose, is_composite, tensors_in
@@ -40,9 +40,7 @@ from offload.torch_api import (
 
 
 @contextmanager
-def offloading(
-    offload_dir: str | os.PathLike[str] | None = None, *, min_bytes: int | float | str = "1MiB"
-) -> Iterator[None]:
+def offloading(offload_dir: str | os.PathLike[str] | None = None, *, min_bytes: int | str = "1MiB") -> Iterator[None]:
     """A context in which large results of factories and ops go to disk.
 
     Inside, in this thread, the result of `torch.empty`, `randn`, `x @ y`, `w.float()`... is an `OffloadedTensor` if it
@@ -64,7 +62,7 @@ def offloading(
 
     Args:
         offload_dir: the folder for the files, which stay; None for a private one.
-        min_bytes: the least size, in bytes or as "1MiB"; a float is a fraction of the memory that is free.
+        min_bytes: the least size, in bytes or as "1MiB".
 
     Returns:
         A context manager.
@@ -81,17 +79,17 @@ def offloading(
         (True, False)
     """
     folder = None if offload_dir is None else named_folder(offload_dir)
-    place = Place(folder, as_bytes(min_bytes, available_bytes()))
+    destination = Destination(folder, as_bytes(min_bytes))
     known = _active()
     if known is not None:
-        outer = known.place
+        outer = known.destination
         try:
-            known.place = place
+            known.destination = destination
             yield
         finally:
-            known.place = outer
+            known.destination = outer
         return
-    results = _Results(place)
+    results = _Results(destination)
     functions = _Functions(results)
     try:
         with results, functions:
@@ -108,9 +106,9 @@ class _Results(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, destination: Destination) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.place = place
+        self.destination = destination
         # torch notes for the whole process, once per mode, that there is one. Threads may leave in another order than
         # they came in, so their notes must be removable in any order (torch 2.13).
         for name, value in vars(self).items():
@@ -135,7 +133,7 @@ class _Results(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)
         if not modes_are_on():
-            made = made_on_disk(self.place, func, args, kwargs)
+            made = made_on_disk(self.destination, func, args, kwargs)
             if made is not None:
                 return made
         results = func(*args, **kwargs)
@@ -146,12 +144,12 @@ class _Results(TorchDispatchMode):
         if isinstance(results, (tuple, list)):
             return type(results)([self._put_away(func, result, args, kwargs) for result in results])
         what = func.overloadpacket.__name__
-        if not self.place.takes(results, what):
+        if not self.destination.takes(results, what):
             return results
         if _storage_of(results) in map(_storage_of, tensors_in(*args, *kwargs.values())):
             log.debug("%s: a result stays in memory, since it shares the memory of an argument", what)
             return results
-        return self.place.put(results, what)
+        return self.destination.put(results, what)
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -179,10 +177,10 @@ class _Functions(TorchFunctionMode):
         return result if result.requires_grad and not result.is_leaf else self._put_away(func, result)
 
     def _put_away(self, func: Op, result: torch.Tensor) -> torch.Tensor:
-        place = self.results.place
-        if not place.takes(result, func.__name__):
+        destination = self.results.destination
+        if not destination.takes(result, func.__name__):
             return result
-        return place.put(result.detach(), func.__name__).requires_grad_(result.requires_grad)
+        return destination.put(result.detach(), func.__name__).requires_grad_(result.requires_grad)
 
 
 def _active() -> _Results | None:

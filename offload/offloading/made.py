@@ -38,7 +38,7 @@ log = logging.getLogger("offload.offloading")
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """A folder for large results."""
 
     folder: Path | None  # the user's; None for a private one
@@ -77,17 +77,17 @@ _aten = torch.ops.aten
 _OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 
 
-def made_on_disk(place: Place, func: OpOverload, args: Args, kwargs: Kwargs) -> OffloadedTensor | None:
+def made_on_disk(destination: Destination, func: OpOverload, args: Args, kwargs: Kwargs) -> OffloadedTensor | None:
     """The large result of an op, computed into its file; None for one to compute as usual. Raises `WriteError`."""
     fill = _way_of(func)
-    if fill is None or not _are_here(args, kwargs) or not _may_be_large(place, func, args):
+    if fill is None or not _are_here(args, kwargs) or not _may_be_large(destination, func, args):
         return None
     layout = _layout_of_result(func, args, kwargs)
-    if layout is None or layout.nbytes < max(place.min_bytes, 1) or not layout.is_dense:
+    if layout is None or layout.nbytes < max(destination.min_bytes, 1) or not layout.is_dense:
         return None
     what = func.overloadpacket.__name__
     with no_functions(), no_modes():
-        handle = allocate_value(layout, place.name(what), place.folder)
+        handle = allocate_value(layout, destination.name(what), destination.folder)
         try:
             fill(writable_base(handle), args, kwargs)
         except BaseException:
@@ -163,10 +163,10 @@ def _is_dense_here(tensor: torch.Tensor) -> bool:
     )
 
 
-def _may_be_large(place: Place, func: OpOverload, args: Args) -> bool:
+def _may_be_large(destination: Destination, func: OpOverload, args: Args) -> bool:
     """False for an op on small tensors; no op here returns more elements than the product of its inputs' sizes."""
     sizes = [tensor.numel() for tensor in tensors_in(*args)]
-    return not sizes or func.overloadpacket in _SIZED or math.prod(sizes) * 16 >= place.min_bytes
+    return not sizes or func.overloadpacket in _SIZED or math.prod(sizes) * 16 >= destination.min_bytes
 
 
 def _layout_of_result(func: Op, args: Args, kwargs: Kwargs) -> Layout | None:

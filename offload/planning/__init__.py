@@ -9,7 +9,6 @@ Always true:
 | `machine` | measured properties of a machine: memory, disk, compute |
 | `sizes` | the sizes of a model, and which bytes a pass needs |
 | `estimate` | how long a token takes, for each way of running the model |
-| `check` | whether tiny models on disk give what they give in memory |
 """
 
 from offload.planning.estimate import Plan, Way, plan

@@ -24,7 +24,6 @@ from offload.prefetch.room import free_on, room_on
 from offload.tensor.arguments import checked_count, computing_device
 from offload.tensor.wrapper import PathLike
 from offload.torch_api import usable_accelerator
-from offload.transformers_api import cache_option
 
 IN_FLIGHT = 16  # requests that share each pass
 _SLOW = 1.0  # seconds per token that nobody waits for
@@ -35,7 +34,6 @@ class Way:
     """A way of running a model.
 
     Attributes:
-        what: a description.
         stays: bytes of its files that stay in memory.
         reads: bytes read per pass.
         sends: bytes that cross the bus to an accelerator per pass.
@@ -43,10 +41,9 @@ class Way:
         pass_seconds: per pass.
         first_seconds: for the first pass, with nothing in memory.
         bound: what takes longest: "reading", "sending" or "computing".
-        command: a shell command for it, or a line of Python.
+        command: in a shell.
     """
 
-    what: str
     stays: int
     reads: int
     sends: int
@@ -78,7 +75,7 @@ class Plan:
         fits: whether all of the model stays in memory, that of the accelerator if there is one, in the form that it is
             stored in.
         as_it_is: one pass per token, of the model as it is stored.
-        ways: others that are quicker: with more requests in flight.
+        together: with 16 requests in flight, if that is quicker.
     """
 
     model: ModelSizes
@@ -91,7 +88,7 @@ class Plan:
     runs: bool
     fits: bool
     as_it_is: Way
-    ways: tuple[Way, ...]
+    together: Way | None
 
     @property
     def answer(self) -> str:
@@ -126,21 +123,12 @@ class Plan:
         reading = f"reads {decimal(way.reads)} at {decimal(int(self.disk_rate))}/s" if way.reads else "reads nothing"
         reading += f", sends {decimal(way.sends)}" if way.sends else ""
         yield "a pass", f"{reading}, bound by {way.bound}; the first takes {_in_words(way.first_seconds)}"
+        if self.context_bytes is None:  # it does not generate: these are no commands for it
+            return
         yield "type", way.command
-        if self.context_bytes and (self.context_bytes >= on_device if on_device is not None else self._is_crowded):
-            yield "note", "keys and values leave no memory for the weights: shorten the context, or keep them on disk,"
-            yield "", f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:"
-            yield "", f"model.generate(..., {cache_option()}=offload.integrations.kv_cache(model))"
-        if self.computing.is_shared:
-            yield "note", "other programs keep the processors busy: without them it may be several times as fast"
-        for one in self.ways:
-            yield "faster", f"{_in_words(one.token_seconds)} per token, with {one.what}:"
-            yield "", one.command
-
-    @property
-    def _is_crowded(self) -> bool:
-        """Whether keys and values leave no memory for weights, which would have some."""
-        return self.budget > 0 and not self.as_it_is.stays
+        if self.together is not None:
+            yield "faster", f"{_in_words(self.together.token_seconds)} per token, with {IN_FLIGHT} requests in flight:"
+            yield "", self.together.command
 
     def __str__(self) -> str:
         return "\n".join([self.answer, *(f"  {label:8}{text}" for label, text in self.rows())])
@@ -163,7 +151,7 @@ def _count(parameters: int) -> str:
 def plan(
     model: PathLike,
     *,
-    max_memory: int | float | str | None = None,
+    max_memory: int | str | None = None,
     device: torch.device | str | None = None,
     batch: int = 1,
     context: int = 1024,
@@ -202,7 +190,9 @@ def plan(
         True
     """
     batch, context = checked_count(batch, "batch"), checked_count(context, "context")
-    rate = None if disk_rate is None else _positive(disk_rate)
+    rate = None if disk_rate is None else as_bytes(disk_rate)
+    if rate == 0:
+        raise ArgumentError("disk_rate must be a positive number of bytes per second, such as '2GB'")
     budget = _budget(max_memory)
     sizes = sizes_of(model, trust_remote_code=trust_remote_code, **hub_options)
     computes_on = computing_device(device) if device is not None else usable_accelerator()
@@ -215,11 +205,11 @@ def plan(
     here = context_bytes or 0 if on_device is None else 0  # keys and values are where ops run
     left = max(0, budget - max(0, here - beside))
     measured = rate or disk_rate_at(sizes.file)
-    options = _options(max_memory, device)
     estimate = Estimate(sizes, left, measured, computing, stays)
-    alone, many = _commands(sizes, options)
-    as_it_is = estimate.of("as it is", alone, batch)
-    together = estimate.of(f"{IN_FLIGHT} requests in flight", many, batch, IN_FLIGHT)
+    name, options = shlex.quote(sizes.name), _options(max_memory, device)
+    as_it_is = estimate.of(f'offload generate {name}{options} --prompt "..."', batch)
+    many = f"offload batch {name} requests.jsonl answers.jsonl{options} --in-flight {IN_FLIGHT}"
+    together = estimate.of(many, batch, IN_FLIGHT)
     fits = sizes.stored <= (left if stays is None else stays)
     has_use = not fits or sizes.form not in DENSE  # else plain transformers are as fast
     return Plan(
@@ -233,28 +223,19 @@ def plan(
         runs=(context_bytes or 0) < (max(available_bytes(), budget) if on_device is None else on_device),
         fits=fits,
         as_it_is=as_it_is,
-        ways=(together,) if has_use and together.token_seconds < as_it_is.token_seconds else (),
+        together=together if has_use and together.token_seconds < as_it_is.token_seconds else None,
     )
 
 
-def _options(max_memory: int | float | str | None, device: torch.device | str | None) -> str:
+def _options(max_memory: int | str | None, device: torch.device | str | None) -> str:
     """The request as options for the suggested commands."""
     options = {"--max-memory": max_memory, "--device": device}
     return "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value is not None)
 
 
-def _positive(disk_rate: int | str) -> int:
-    rate = as_bytes(disk_rate, 0)
-    if not rate:
-        raise ArgumentError(
-            f"disk_rate must be a positive number of bytes per second, such as '2GB', not {disk_rate!r}"
-        )
-    return rate
-
-
-def _budget(max_memory: int | float | str | None) -> int:
+def _budget(max_memory: int | str | None) -> int:
     if max_memory is not None:
-        return as_budget(max_memory, available_bytes())
+        return as_budget(max_memory)
     pool = Pool()
     pool.reconsider(anew=True)
     return pool.capacity
@@ -274,7 +255,7 @@ class Estimate:
     computing: Computing
     on_device: int | None = None
 
-    def of(self, what: str, command: str, batch: int = 1, in_flight: int = 1) -> Way:
+    def of(self, command: str, batch: int = 1, in_flight: int = 1) -> Way:
         """A way, with `in_flight` batches per pass."""
         sizes, tokens = self.sizes, batch * in_flight
         needed, most = sizes.needed(tokens), sizes.stored - sizes.rows
@@ -285,7 +266,7 @@ class Estimate:
         taken = {"reading": reads / self.disk_rate, "sending": sends / rate, "computing": computing}
         bound = max(reversed(taken), key=taken.__getitem__)
         first = max(needed / self.disk_rate, needed / rate, computing)
-        return Way(what, stays, reads, sends, tokens, taken[bound], first, bound, command)
+        return Way(stays, reads, sends, tokens, taken[bound], first, bound, command)
 
     def _computing(self, batch: int) -> float:
         """Compute time of a batch in seconds: its weights pass through the processor, or are multiplied.
@@ -296,13 +277,3 @@ class Estimate:
         packed = sizes.needed_packed(batch)
         streaming = (sizes.needed(batch) - packed) / rates.streams + packed / rates.packed
         return max(streaming, 2 * batch * sizes.multiplied(1) / rates.multiplies) + sizes.ops * rates.call
-
-
-def _commands(sizes: ModelSizes, options: str) -> tuple[str, str]:
-    """For one request, and for many; of a model that does not continue text, lines of Python."""
-    if not sizes.generates:
-        load = f"model = offload.from_pretrained({sizes.name!r}), in Python"
-        return load, f"offload.map_batches(fn, batches, model, in_flight={IN_FLIGHT}), in Python"
-    name = shlex.quote(sizes.name)
-    many = f"offload batch {name} requests.jsonl answers.jsonl{options} --in-flight {IN_FLIGHT}"
-    return f'offload generate {name}{options} --prompt "..."', many

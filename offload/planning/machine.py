@@ -26,22 +26,18 @@ from offload.errors import ArgumentError, MissingFileError
 from offload.kernels import accelerated
 from offload.kernels.native import Product, description, library
 from offload.kernels.packed import BLOCKS, GgufRows, NumberRows
-from offload.memory import available_bytes, cgroup_available, total_bytes
+from offload.memory import available_bytes, total_bytes
 from offload.prefetch.parallel import read_in_parallel
-from offload.prefetch.plan import Pool
-from offload.prefetch.room import room_on
 from offload.prefetch.staging import bus_rate
 from offload.storage.replacing import remove, temporary_for
 from offload.system.reasons import reading, writing
 from offload.system.regular import absolute, owned
 from offload.tensor.blocks import decode
-from offload.torch_api import TESTED as TESTED_TORCH
 from offload.torch_api import usable_devices
-from offload.transformers_api import TESTED as TESTED_TRANSFORMERS
 
 _PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
 _BLOCK = 4 << 20
-_LEAST = 16 << 20  # smallest size in bytes that gives a useful measurement
+_LEAST, _MOST = 16 << 20, 256 << 20  # bytes to read: fewer say little about a disk
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ class Disk:
     folder: Path
     free: int  # bytes that can still be written there
     writes: float | None  # synced
-    reads: float | None  # of that, after dropping it from the page cache
-    reads_direct: float | None  # past the page cache (O_DIRECT), which some file systems refuse
+    reads: float | None  # past the page cache, or from cold if the file system refuses that
 
 
 @dataclass(frozen=True)
@@ -60,24 +55,18 @@ class Diagnosis:
     """What `diagnose` found. Sizes in bytes."""
 
     versions: dict[str, str]  # of Python, and of the packages that are installed
-    newer: dict[str, str]  # than all releases that were tested: packages, with the newest of these
     kernels: str  # how packed weights are decoded here
     devices: dict[str, int]  # the accelerators, each with its memory
-    on_devices: dict[str, int]  # how much of the values on disk may stay on each by default, beside keys and values
     memory: int  # of the machine
     available: int  # to this process
-    limit: int | None  # what its control group still allows; None without a limit
-    budget: int  # how much of the values on disk may stay in memory by default
-    read_ahead: int
     disk: Disk
 
 
-def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diagnosis:
+def diagnose(folder: str | os.PathLike[str]) -> Diagnosis:
     """Look at this machine, and measure the disk of a folder.
 
     Args:
         folder: where values are to be kept.
-        nbytes: to write and read for it; less where less is free.
 
     Raises:
         MissingFileError: there is no such folder.
@@ -86,20 +75,13 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     place = absolute(folder)
     if not place.is_dir():
         raise MissingFileError(errno.ENOENT, "no such folder: name an existing one, or make it first", str(place))
-    pool = Pool()
-    pool.reconsider(anew=True)
     return Diagnosis(
-        versions=(versions := _installed()),
-        newer=_newer_than_tested(versions),
+        versions=_installed(),
         kernels=f"{description()}; on a GPU: {accelerated.description()}",
         devices={str(device): int(torch.accelerator.get_memory_info(device)[1]) for device in usable_devices()},
-        on_devices={str(device): room_on(device) for device in usable_devices()},
         memory=total_bytes(),
         available=available_bytes(),
-        limit=cgroup_available(),
-        budget=pool.capacity,
-        read_ahead=pool.window,
-        disk=_measured(place, nbytes),
+        disk=_measured(place),
     )
 
 
@@ -112,7 +94,6 @@ class Computing:
     packed: float  # packed bytes of a form that are multiplied by one row; that are decoded, if no kernel does that
     call: float  # seconds that an op takes from Python, whatever it computes
     sends: float | None = None  # bytes from main memory to an accelerator; None on the CPU
-    is_shared: bool = False  # whether as many other programs run as there are processors, or more
 
 
 _ENOUGH = 0.25  # seconds to measure something for
@@ -128,11 +109,10 @@ def computing_rates(device: torch.device, form: str = "") -> Computing:
         device: where to compute.
         form: in which weights are packed: a kind of blocks of GGUF files, or a method; "" for some in 4 bits.
     """
-    is_shared = os.getloadavg()[0] >= (os.cpu_count() or 1)  # of the last minute, before anything is measured
     streams, multiplies, calling = _dense_rates(device)
     sends = None if device.type == "cpu" else bus_rate(device)
     packed = _packed_rate(form, torch.zeros(1, _COLUMNS, dtype=torch.bfloat16, device=device))
-    return Computing(streams, multiplies, packed, calling, sends, is_shared)
+    return Computing(streams, multiplies, packed, calling, sends)
 
 
 def _dense_rates(device: torch.device) -> tuple[float, float, float]:
@@ -185,14 +165,14 @@ def _seconds(act: Callable[[], object], device: torch.device) -> float:
     return min(taken[1:])
 
 
-def reading_rate(path: Path, *, nbytes: int = 256 << 20) -> float | None:
+def reading_rate(path: Path) -> float | None:
     """Rate of reading a file past the page cache in bytes per second; None if impossible, or if the file is too small.
 
     Raises:
         ReadError
     """
     with reading(path):
-        size = min(nbytes, path.stat().st_size) // _BLOCK * _BLOCK
+        size = min(_MOST, path.stat().st_size) // _BLOCK * _BLOCK
         if size < _LEAST:
             return None
         with suppress(OSError):
@@ -209,8 +189,7 @@ def disk_rate_at(file: Path | None) -> float:
     rate = None if file is None else reading_rate(file)
     if rate is None:
         folder = Path.cwd() if file is None else file.parent
-        disk = diagnose(folder if os.access(folder, os.W_OK) else Path.cwd()).disk
-        rate = disk.reads_direct or disk.reads
+        rate = _measured(folder if os.access(folder, os.W_OK) else Path.cwd()).reads
     if rate is None:
         raise ArgumentError("the disk could not be measured here: give disk_rate, as '2GB'")
     return rate
@@ -224,30 +203,21 @@ def _installed() -> dict[str, str]:
     return found
 
 
-def _newer_than_tested(versions: dict[str, str]) -> dict[str, str]:
-    newest = {"torch": TESTED_TORCH[-1], "transformers": TESTED_TRANSFORMERS[-1]}
-    return {name: newest[name] for name in newest if _minor(versions.get(name, "0.0")) > _minor(newest[name])}
-
-
-def _minor(release: str) -> list[int]:
-    return [int(part) for part in release.split(".")[:2]]
-
-
-def _measured(folder: Path, nbytes: int) -> Disk:
+def _measured(folder: Path) -> Disk:
     free = shutil.disk_usage(folder).free
-    size = min(nbytes, free // 4) // _BLOCK * _BLOCK
+    size = min(_MOST, free // 4) // _BLOCK * _BLOCK
     if size < _LEAST:
-        return Disk(folder, free, writes=None, reads=None, reads_direct=None)
+        return Disk(folder, free, writes=None, reads=None)
     path = temporary_for(folder / "doctor")
     try:
         with writing(path, size):
             writes = _rate(size, lambda: _write(path, size))
-        with owned(os.open, path, os.O_RDONLY) as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        reads = _rate(size, lambda: _read(path, 0, size))
-        with suppress(OSError):  # the file system does not support O_DIRECT
-            return Disk(folder, free, writes, reads, _rate(size, lambda: _read(path, os.O_DIRECT, size)))
-        return Disk(folder, free, writes, reads, reads_direct=None)
+        reads = reading_rate(path)
+        if reads is None:
+            with owned(os.open, path, os.O_RDONLY) as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            reads = _rate(size, lambda: _read(path, 0, size))
+        return Disk(folder, free, writes, reads)
     finally:
         remove(path)
 

@@ -20,7 +20,7 @@ from offload.checkpoints.checkpoint import Value, open_checkpoint
 from offload.checkpoints.companions import base_of, quantization_of
 from offload.checkpoints.forms.decoding import method_of
 from offload.integrations.hub import finding_base, headers_of
-from offload.integrations.transformers import model_on_meta, writes_text
+from offload.integrations.transformers import model_on_meta
 from offload.system.regular import is_there, text_of
 from offload.tensor.wrapper import PathLike
 from offload.torch_api import TorchDispatchMode
@@ -58,7 +58,6 @@ class ModelSizes:
     kv_per_token: int | None  # keys and values per token of context; None if unknown
     ops: int  # called in a pass, without views, in each of which some time is Python's; 0 if unknown
     file: Path | None  # the largest, if local
-    generates: bool = True  # text, as `offload generate` needs
 
     def needed(self, tokens: int) -> int:
         """Bytes needed for a pass over this many tokens, if they are routed at random."""
@@ -153,7 +152,6 @@ def sizes_from(
         kv_per_token=kv_per_token,
         ops=ops,
         file=largest,
-        generates=writes_text(model),
     )
 
 

@@ -16,7 +16,7 @@ Always true:
 | `order` | what one thread, or several as one, have read, and will read next |
 | `reader` | the threads that read ahead, and drop what is no longer needed |
 | `picked` | of values that ops pick from many, which ones stay, by use |
-| `tables` | rows of a table, such as an embedding: which are in memory; tables that are read in whole |
+| `tables` | rows of a table, such as an embedding: which are in memory; files of rows that are read in whole |
 | `copies` | stored bytes on an accelerator: which stay there, and how the others get there |
 | `pages` | which parts of a mapped file are in the page cache |
 | `direct` | parts of files that are read past the page cache |

@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import weakref
@@ -131,23 +130,11 @@ class Load(Staged):
         for file, runs in groupby(self._runs, key=lambda run: run.file):
             with file.descriptor(_FLAGS) as opened, reading(file.path):
                 for run in runs:
-                    read = _read_run(memory[run.at : run.at + run.size], opened.fileno(), run)
+                    read = _read_into(memory[run.at : run.at + run.size], opened.fileno(), run.first)
                     if read < run.needed:
                         raise CorruptFileError(
                             f"{file.path} was truncated after it had been opened: download or copy the file again"
                         )
-
-
-def _read_run(memory: memoryview, fd: int, run: _ReadTogether) -> int:
-    """How many bytes were read; if the file system refuses these, through its cache, as all others from now on."""
-    try:
-        return _read_into(memory, fd, run.first)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    _CAN_BE_READ[run.file] = False
-    with run.file.descriptor() as opened:
-        return _read_into(memory, opened.fileno(), run.first)
 
 
 def _read_into(memory: memoryview, fd: int, first: int) -> int:

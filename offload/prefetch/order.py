@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, SMALL, Pool, Users, Value, log
+from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, SMALL, Pool, Users, Value
 from offload.prefetch.reader import Reader
 from offload.prefetch.value import dropping_after, page_state_of
 from offload.storage.handle import Handle
@@ -278,9 +278,8 @@ class Lease:
         self._bytes: dict[Pool, int] = {}  # held, per pool
         self._users: dict[Pool, Users] = {}
         self.results: dict[Hashable, torch.Tensor] = {}
-        self._made: dict[Pool, int] = {}  # bytes of results, per pool
-        self._is_again = False  # whether something is computed that was computed before
-        self._has_warned = self._has_ended = False
+        self._made: dict[Pool, int] = {}  # bytes of results beyond those of the values that they replace, per pool
+        self._has_ended = False
         self.keeps_results = False
 
     def expect(self, blocks: Sequence[Sequence[Handle]]) -> None:
@@ -320,13 +319,10 @@ class Lease:
             held, self._held = self._held, {}
             made, self._made = self._made, {}
             sizes, self._bytes = self._bytes, {}
-            for users in self._users.values():
-                users.replaced.difference_update(held)  # the result did not fit this time
             for value in held:
                 self._release(value)
-            is_again, self._is_again = self._is_again, False
             for pool, size in sizes.items():
-                if size > pool.at_a_time or (is_again and pool in self._users and self._users[pool].has_news):
+                if size > pool.at_a_time:
                     leaving.extend(self._take_part(pool, held, made.get(pool, 0)))
 
     def end(self) -> None:
@@ -346,22 +342,17 @@ class Lease:
 
     def keep(self, key: Hashable, result: torch.Tensor, pool: Pool, sources: Iterable[Value]) -> None:
         """Keep a result until the lease moves on, if it fits, instead of the values that it was computed from."""
-        sources = list(dict.fromkeys(sources))  # several pieces may be cuts of one value
-        held = [value for value in sources if value in self._held]
-        nbytes = result.untyped_storage().nbytes()
-        size = self._bytes.get(pool, 0) + nbytes - sum(value.nbytes for value in held)
+        held = [value for value in dict.fromkeys(sources) if value in self._held]  # several pieces may be of one value
+        more = result.untyped_storage().nbytes() - sum(value.nbytes for value in held)
+        size = self._bytes.get(pool, 0) + more
         if size > pool.most_at_a_time or self._has_ended:
             return
-        if pool in self._users:
-            replaced = self._users[pool].replaced
-            self._is_again = self._is_again or not replaced.isdisjoint(sources)
-            replaced.update(sources)
         for value in held:
             del self._held[value]
             self._release(value)
         self.results[key] = result
         self._bytes[pool] = size
-        self._made[pool] = self._made.get(pool, 0) + nbytes
+        self._made[pool] = self._made.get(pool, 0) + more
 
     def holds(self, value: Value) -> bool:
         """Whether a value used now stays: it does if it fits."""
@@ -370,7 +361,6 @@ class Lease:
         pool = value.pool
         size = self._bytes.get(pool, 0) + value.nbytes
         if size > pool.most_at_a_time:
-            self._warn(size)
             return False
         value.is_held = True
         self._held[value] = None
@@ -393,15 +383,9 @@ class Lease:
             users = self._users[pool] = Users(self._tracked)
             pool.users.append(users)
         others = {value for value in held if value.pool is pool}.difference(*users.blocks())
-        users.planned = len(users.replaced)
         users.others = max(users.others, made + sum(value.nbytes for value in others))
         return pool.reconsider(anew=True)
 
     def _tracked(self) -> list[list[Value]]:
         states = ([page_state_of(handle) for handle in block] for block in self._blocks)
         return [list(dict.fromkeys(value for state in block for value in state.ranges.values())) for block in states]
-
-    def _warn(self, size: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.info("the values of one block take %d bytes, more than the budget: every batch reads them again", size)

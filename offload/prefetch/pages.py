@@ -7,7 +7,7 @@ Always true:
   in a virtual machine whose host takes free ones, only for what is read again and again for want of room
 - a large range is read by two threads; announced block by block if it may not be read around, or if only the
   smallest pages have memory behind them
-- if the kernel has no call for it, pages are read by touching them
+- if the kernel has no call for it, pages are announced, and read as they are touched
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from offload.errors import CorruptFileError, OffloadError
 from offload.prefetch.parallel import read_in_parallel
 from offload.storage.file import TensorFile
-from offload.storage.mapping import libc, view_memory
+from offload.storage.mapping import libc
 from offload.system.reasons import explained
 
 PAGE = mmap.PAGESIZE
@@ -238,11 +238,6 @@ def cached_bytes(address: int, nbytes: int) -> int:
     return _count(first, length) * PAGE
 
 
-def has_holes(status: os.stat_result) -> bool:
-    """Whether most of a file has never been written."""
-    return status.st_blocks * 512 < status.st_size // 2
-
-
 def announce(address: int, nbytes: int) -> None:
     """Start reading a mapped range in the background."""
     if nbytes > 0:
@@ -250,28 +245,23 @@ def announce(address: int, nbytes: int) -> None:
             libc.madvise(*_whole_pages(address + start, min(nbytes - start, _BLOCK)), _MADV_WILLNEED)
 
 
-def bring_in(address: int, nbytes: int) -> None:
+def bring_in(address: int, nbytes: int) -> bool:
     """Read a mapped range from the disk unless it is in memory, and wait. Other threads run meanwhile.
+
+    Returns:
+        Whether it was read. If the kernel has no call for it (before Linux 5.14), its reading has begun.
 
     Raises:
         OSError: the disk failed.
     """
-    if nbytes and not populate(address, nbytes):
-        touch(address, nbytes)
-
-
-def populate(address: int, nbytes: int) -> bool:
-    """Like `bring_in`; False if the kernel has no call for it, in which case nothing was read.
-
-    Raises: as `bring_in`.
-    """
-    if not libc.madvise(*_whole_pages(address, nbytes), _MADV_POPULATE_READ):
+    if not nbytes or not libc.madvise(*_whole_pages(address, nbytes), _MADV_POPULATE_READ):
         return True
     code = ctypes.get_errno()
     if code == errno.EFAULT:
         raise OSError(errno.EIO, "the disk did not return the data")
     if code not in _MAY_BE_TOUCHED:
         raise OSError(code, os.strerror(code))
+    announce(address, nbytes)
     return False
 
 
@@ -364,10 +354,6 @@ def host_takes_free_pages(order: Path = _REPORTED_ORDER) -> bool:
     with suppress(OSError, ValueError):
         return 0 <= int(order.read_text(encoding="ascii")) <= _MOST_ORDER
     return False
-
-
-def touch(address: int, nbytes: int) -> None:
-    np.frombuffer(view_memory(address, nbytes), dtype=np.uint8)[::PAGE].sum()
 
 
 def _kernel() -> tuple[int, ...]:

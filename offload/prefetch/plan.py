@@ -20,14 +20,12 @@ Functions that change a plan return the values to evict; the caller drops them a
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import nn
 
 from offload.memory import available_bytes
 from offload.prefetch.pages import Range, joined
@@ -35,8 +33,6 @@ from offload.prefetch.picked import Picked
 from offload.storage.file import TensorFile
 from offload.system import clock
 from offload.system.locks import fork_safe_lock
-
-log = logging.getLogger("offload.prefetch")
 
 WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
 _AHEAD = 0.25  # seconds of disk reads to have ahead
@@ -187,20 +183,11 @@ class Users:
 
     Attributes:
         blocks: the tracked values of each block.
-        others: most bytes that were in memory with a block, without being in any: of results, and of other values.
-        replaced: values of which only results stay.
-        planned: the number of them when the plan was made.
+        others: most bytes that were in memory with a block, beside its values: of larger results, and of other values.
     """
 
     blocks: Callable[[], Iterable[list[Value]]]
     others: int = 0
-    replaced: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
-    planned: int = 0
-
-    @property
-    def has_news(self) -> bool:
-        """Whether many more values are replaced than was planned with."""
-        return len(self.replaced) - self.planned > NEWS * len(self.replaced)
 
 
 class Pool:
@@ -214,8 +201,6 @@ class Pool:
         at_a_time: most bytes that stream of any block, per group of users, as far as is known.
         picked: which of the picked values stay.
         on_devices: budgets for what stays on accelerators.
-        beside: models that count in this budget, and bytes of them that are under no plan of it: of an assistant in
-            memory; on an accelerator, of keys and values, while it does not generate.
     """
 
     def __init__(self, max_memory: int | None = None, window: int | None = None) -> None:
@@ -226,7 +211,6 @@ class Pool:
         self.at_a_time = 0
         self.picked: Picked[Value] = Picked()
         self.on_devices: dict[torch.device, Pool] = {}
-        self.beside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         with _LOCK:
             _POOLS.add(self)
         self._arrivals = itertools.count()
@@ -284,14 +268,12 @@ class Pool:
         """Total size of values whose files are in use; may be a little high, as views can overlap."""
         return sum(value.nbytes for value in self.values() if value.has_file)
 
-    def free(self) -> int:
-        return max(0, self._limit_now() - self.nbytes)
-
-    def _limit_now(self) -> int:
-        available, beside = available_bytes(), sum(self.beside.values())
-        if self.max_memory is None:  # those in anonymous memory are not available already; mapped ones seem to be
-            return max(0, min(int(available * _SHARE), available - beside))
-        limit = min(max(0, self.max_memory - beside), available)
+    def limit_now(self) -> int:
+        """Bytes that may stay, according to what is available now."""
+        available = available_bytes()
+        if self.max_memory is None:
+            return int(available * _SHARE)
+        limit = min(self.max_memory, available)
         return max(0, min(limit, available - self._window_beside(limit)))  # beside the new budget, not the one before
 
     def _window_beside(self, limit: int) -> int:
@@ -324,7 +306,7 @@ class Pool:
         limit = self._limit
         if anew or self.is_due():
             self._looked = now
-            limit = self._limit_now()
+            limit = self.limit_now()
         fits = self._total <= min(limit, self._limit)
         grown = self._total - self._planned
         news = self._is_news(limit) or grown > self._least_news * self._total
@@ -386,9 +368,6 @@ class Pool:
             if value.kept and value not in kept:
                 leaving.append(value)
             value.kept = value in kept
-        log.debug(
-            "%d bytes may stay: %d of %d values, %d bytes in all", self.capacity, len(kept), len(values), self._total
-        )
         return leaving
 
     def _chosen(self, values: list[Value], *, is_new: bool) -> set[Value]:
@@ -427,8 +406,7 @@ class Pool:
         """What has to stay so that no block streams more than fits."""
         blocks: list[list[Value]] = []
         for users in self.users:
-            apart = kept.union(users.replaced)
-            blocks.extend(self._streaming(block, apart) for block in users.blocks())
+            blocks.extend(self._streaming(block, kept) for block in users.blocks())
         others, free = max(users.others for users in self.users), self._limit - size_of(kept)
         most = min(max(map(size_of, blocks), default=0), self.most_at_a_time)
         too_small, due = 0, _due(blocks, most)

@@ -20,7 +20,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from offload.prefetch.direct import Load
-from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Pool, Stage, Value, log
+from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Pool, Stage, Value
 from offload.prefetch.scratch import release_scratch
 from offload.system import clock
 from offload.system.background import Background
@@ -64,7 +64,6 @@ class Dropper(Background["list[Value]"]):
         return self._reader.take_leaving() or None
 
     def carry_out(self, work: list[Value]) -> None:
-        log.debug("dropping %d values", len(work))
         self._reader.let_go(work)
 
 
@@ -269,7 +268,6 @@ class Reader(Background["list[Value] | ReadOn"]):
         if not isinstance(work, list):
             self._read_on(work)
             return
-        log.debug("reading %d values ahead", len(work))
         try:
             self._read(work)
         finally:  # whatever happened, no op may wait forever

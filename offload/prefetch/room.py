@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -82,12 +83,14 @@ class OnDevice(Pool):
 
     Attributes:
         contexts: of each `generate` that runs, the model, and the bytes of its keys and values.
+        beside: models, and the bytes of keys and values of each, while it does not generate.
         ooms: failed allocations there that are taken into account.
     """
 
     def __init__(self, max_memory: int | None, device: torch.device) -> None:
         super().__init__(max_memory, window=0)
         self.contexts: dict[object, tuple[nn.Module, int]] = {}
+        self.beside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.ooms = ooms_on(device)
         self._device = device
         self._granted: int | None = None
@@ -149,7 +152,7 @@ class OnDevice(Pool):
         self._most = nbytes // 2 if nbytes > SMALL else 0
         self._calm_from, self.ooms = clock.now() + _CALM, ooms_on(self._device)
 
-    def _limit_now(self) -> int:
+    def limit_now(self) -> int:
         held = self._held()
         if ooms_on(self._device) > self.ooms:  # somebody else's
             self._halve(held)

@@ -1,17 +1,16 @@
-"""Rows that are picked from a table, or from a file: which are in memory, and which will be needed.
+"""Rows that are picked from a table, or from a file of a cache: which are in memory, and which will be needed.
 
 Always true:
 - picked rows are read without what is around them, and all reads are started before waiting for the first
 - while all of a table is assumed to be in memory, a pick has almost no extra cost
-- once 256 rows, and 1/64 of the bytes, had to be read from the disk row by row, all are read in, if they fit beside the
-  values that stay, which is checked again for each part
-- the reader does that while it has nothing else to read, and stops soon after the last row that had to be read
+- once 256 rows of a file, and 1/64 of its bytes, had to be read from the disk row by row, all are read in, if they fit
+  beside the values that stay, which is checked again for each part
+- the reader does that while it has nothing else to read
 - each time that what was read in has been evicted, the threshold rises: most of such reading must not be in vain
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,8 +18,9 @@ from contextlib import suppress
 import torch
 
 from offload.prefetch.engine import CHECKED_FOR, POOL, lock, reader, span_of
-from offload.prefetch.pages import PAGE, announce, are_cached, has_holes, populate, read_in_huge_pages
-from offload.prefetch.plan import Pool, log
+from offload.prefetch.pages import PAGE, announce, are_cached, bring_in, read_in_huge_pages
+from offload.prefetch.plan import Pool
+from offload.prefetch.room import OnDevice
 from offload.prefetch.value import PageState, page_state_of
 from offload.storage.handle import Handle
 from offload.system import clock
@@ -30,7 +30,6 @@ _LEAST_ROWS = 256
 _ONE_IN = 64  # all is read once 1/64 of the bytes was read row by row
 _LESS_READILY = 4  # factor by which the threshold rises
 _PART = 16 << 20  # bytes read before each check, while the next part is being read
-_GOES_ON = 2.0  # seconds to go on after the last row that had to be read
 
 
 def has_rows_here(handle: Handle) -> bool:
@@ -59,37 +58,12 @@ def prefetch_rows(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -
     step, nbytes = view_spec.stride(0) * view_spec.itemsize, span_of(view_spec[0])
     numbers = rows.flatten()
     some = [one for one in numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist() if 0 <= one < len(view_spec)]
-    missing = sum(not are_cached(first + number * step, nbytes) for number in some)
-    page_state = page_state_of(handle)
-    if not missing:
-        if type(page_state.filling) is Filling:
-            page_state.filling.take()  # its mapping is the file's
+    if all(are_cached(first + number * step, nbytes) for number in some):
         if are_cached(mapped.data_ptr() + start, length):
-            page_state.checked_until = clock.now() + CHECKED_FOR
+            page_state_of(handle).checked_until = clock.now() + CHECKED_FOR
         return
-    each = torch.unique(numbers).tolist()
-    for begin, end in runs_of(each, len(view_spec), PAGE // max(step, 1)):
+    for begin, end in runs_of(torch.unique(numbers).tolist(), len(view_spec), PAGE // max(step, 1)):
         announce(first + begin * step, (end - begin - 1) * step + nbytes)
-    _missed(handle, page_state, mapped, len(each) * missing // len(some), -(-nbytes // PAGE) * PAGE)
-
-
-def _missed(handle: Handle, page_state: PageState, mapped: torch.UntypedStorage, rows: int, nbytes: int) -> None:
-    """So many rows, each on pages of so many bytes, have to be read one by one: it may be time to read all."""
-    filling = page_state.filling
-    if type(filling) is not Filling:
-        filling = page_state.filling = Filling(page_state.pool or POOL, in_huge_pages=not handle.owned)
-    filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
-
-
-def _whole(handle: Handle, mapped: torch.UntypedStorage) -> torch.Tensor | None:
-    """The bytes of the table, unless there is little to read."""
-    try:
-        if has_holes(os.stat(handle.file.path)):
-            return None
-    except OSError:  # it was deleted; only the mapping is left
-        return None
-    start, length = handle.extent
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, start, (length,), (1,))
 
 
 def runs_of(numbers: list[int], count: int, between: int = 0) -> Iterator[tuple[int, int]]:
@@ -107,19 +81,11 @@ def runs_of(numbers: list[int], count: int, between: int = 0) -> Iterator[tuple[
 
 
 class Filling:
-    """What was read of one file row by row, and how much of it has been read in as a whole.
+    """What was read of one file row by row, and how much of it has been read in as a whole."""
 
-    Args:
-        pool: the budget that they have to fit in.
-        in_huge_pages: whether huge pages may be used; not for a mapping that is written to.
-    """
-
-    def __init__(self, pool: Pool | None = None, *, in_huge_pages: bool = True) -> None:
-        self._pool = pool or POOL
-        self._in_huge_pages = in_huge_pages
+    def __init__(self) -> None:
         self._rows = self._bytes = 0
         self._one_in = _ONE_IN
-        self._until = 0.0
         self._coming: torch.Tensor | None = None
         self._done = 0
         self._filled_rows: torch.Tensor | None = None
@@ -136,13 +102,12 @@ class Filling:
             rows: their number.
             nbytes: size of the pages they are on, approximately.
             size: bytes of all rows.
-            mapped: maps all rows; returns None if they should not be read in.
+            mapped: maps all rows; returns None if that is not possible.
 
         Raises: as `mapped`.
         """
         with lock():
             if self.is_under_way or self._begins(rows, nbytes, size, mapped):
-                self._until = clock.now() + _GOES_ON
                 reader().fill(self.read_on)
 
     def _begins(self, rows: int, nbytes: int, size: int, mapped: Callable[[], torch.Tensor | None]) -> bool:
@@ -154,12 +119,10 @@ class Filling:
         coming = mapped()
         if coming is None or not self._fits(coming.nbytes):
             return False
-        if self._in_huge_pages:
-            read_in_huge_pages(coming.data_ptr(), coming.nbytes, again=True)
+        read_in_huge_pages(coming.data_ptr(), coming.nbytes, again=True)
         announce(coming.data_ptr(), min(_PART, coming.nbytes))
         self._coming, self._filled_rows = coming, None
         _FILLINGS.add(self)
-        log.debug("rows of %d bytes are picked at random, and all fit in memory: reading them in", coming.nbytes)
         return True
 
     def end(self) -> None:
@@ -175,7 +138,7 @@ class Filling:
     def read_on(self) -> bool:
         """Read the next part; returns whether there is more to do now. Called by the reader."""
         coming, done = self._coming, self._done
-        if coming is None or clock.now() > self._until:
+        if coming is None:
             return False
         if not self._fits(coming.nbytes):
             self.end()
@@ -184,8 +147,8 @@ class Filling:
         announce(address + behind, min(_PART, coming.nbytes - behind))
         is_read = False
         with suppress(OSError):  # the code that wants the rows meets the same error, and reports it
-            is_read = populate(address + done, behind - done)
-        if not is_read:  # not by touching: if another process truncates the file, that would kill this one
+            is_read = bring_in(address + done, behind - done)
+        if not is_read:
             self.end()
             return False
         with lock():
@@ -198,12 +161,9 @@ class Filling:
     def _fits(self, nbytes: int) -> bool:
         """Whether so many bytes fit in memory beside the values of all models and everything else that was read in."""
         with lock():
-            pools = Pool.all()
-            elsewhere = {on_device for pool in pools for on_device in pool.on_devices.values()}
-            values = sum(pool.nbytes for pool in pools if pool is not POOL and pool not in elsewhere)
+            values = sum(pool.nbytes for pool in Pool.all() if not isinstance(pool, OnDevice))
             filled = sum(other._filled for other in _FILLINGS if other is not self)
-            has_own = self._pool is POOL or nbytes <= self._pool.free()
-            return has_own and nbytes + values + filled <= POOL.free()
+            return nbytes + values + filled <= POOL.limit_now()
 
 
 _FILLINGS: weakref.WeakSet[Filling] = weakref.WeakSet()  # those that have begun; under the lock

@@ -9,19 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from offload.prefetch.plan import Pool, Value
 from offload.storage.handle import Handle
 from offload.system.locks import fork_safe_lock
-
-
-class Ends(Protocol):
-    """Work that goes on until it is ended."""
-
-    def end(self) -> None: ...
 
 
 class PageState:
@@ -32,7 +25,6 @@ class PageState:
         ranges: tracked ranges, by start and length.
         copies: those on accelerators, by device, start and length.
         checked_until: until when (`clock.now`) its rows are assumed to be in memory without checking.
-        filling: reads in all of it, if rows are picked from it: `tables` makes it.
     """
 
     def __init__(self) -> None:
@@ -40,7 +32,6 @@ class PageState:
         self.ranges: dict[tuple[int, int], Value] = {}
         self.copies: dict[tuple[torch.device, int, int], Value] = {}
         self.checked_until = 0.0
-        self.filling: Ends | None = None
 
     def begin_anew(self) -> None:
         """The value is in another file now."""
@@ -50,14 +41,7 @@ class PageState:
         copies, self.copies = self.copies, {}
         for copy in list(copies.values()):
             copy.let_go()
-        self.forget_rows()
-
-    def forget_rows(self) -> None:
-        """Assume none of its rows to be in memory any more, and stop reading them in."""
         self.checked_until = 0.0
-        filling, self.filling = self.filling, None
-        if filling is not None:
-            filling.end()
 
 
 def page_state_of(handle: Handle) -> PageState:

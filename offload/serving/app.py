@@ -4,7 +4,7 @@ Always true:
 - a body is bounded in size and time before it is looked at; templates and tokenizers run in threads, a few at a time
 - a client that goes away cancels its answers; one that does not read is left after a while
 - errors have OpenAI's form, and no client's text makes a traceback
-- keys are compared in constant time; browsers' pages of other origins get nothing unless told
+- keys are compared in constant time; browsers' pages of other origins get nothing
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.responses import Response as Reply
@@ -33,9 +32,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offload.annotations import Json
 from offload.errors import OffloadError, visible
 from offload.generation.answering import AnswerPart, End, Job
-from offload.generation.bodies import INVALID, Asked, Refused, chat_body, error_body, text_body
+from offload.generation.bodies import INVALID, Asked, Refused, chat_body, error_body, object_in, text_body
 from offload.generation.chat import Prompts
-from offload.serving.engine import Engine, exposition
+from offload.serving.engine import ServingEngine, exposition
 from offload.serving.responses import Response
 from offload.system.reasons import first_line
 
@@ -58,15 +57,14 @@ class App:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServingEngine,
         prompts: Prompts,
         names: Sequence[str],
         *,
         key: str | None = None,
-        origins: Sequence[str] = (),
         hosts: Sequence[str] = (),
     ) -> None:
-        """Clients have the `key`, if any, and call the server by one of `hosts`; pages of `origins` may ask."""
+        """Clients have the `key`, if any, and call the server by one of `hosts`."""
         self._engine, self._prompts, self._names = engine, prompts, names
         self._key, self._hosts = key, hosts
         self._since = int(time.time())
@@ -75,16 +73,11 @@ class App:
             Route("/v1/chat/completions", partial(self._complete, chat_body), methods=["POST"]),
             Route("/v1/completions", partial(self._complete, text_body), methods=["POST"]),
             Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._models),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
-        allowed = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
-        )
-        middleware = [*([allowed] if origins else []), Middleware(self._guarded)]
         handlers = {Refused: _refusal, HTTPException: _unknown}
-        self._routes = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        self._routes = Starlette(routes=routes, middleware=[Middleware(self._guarded)], exception_handlers=handlers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and log it. There are no others than those of HTTP: see `server.serve`."""
@@ -126,14 +119,9 @@ class App:
                 return _json(body, 401)
         return None
 
-    async def _models(self, request: Request) -> Reply:
+    async def _models(self, _request: Request) -> Reply:
         mine = {"id": self._names[0], "object": "model", "created": self._since, "owned_by": "offload"}
-        name = request.path_params.get("name")
-        if name is None:
-            return _json({"object": "list", "data": [mine]})
-        if name not in self._names:
-            raise Refused(f"there is no model {name[:200]!r}", 404, code="model_not_found", param="model")
-        return _json(mine)
+        return _json({"object": "list", "data": [mine]})
 
     async def _health(self, _request: Request) -> Reply:
         return _json({"status": "ok"}) if self._engine.is_well else _json({"status": "ending"}, 503)
@@ -142,12 +130,12 @@ class App:
         text = await anyio.to_thread.run_sync(exposition, self._engine)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    async def _complete(self, parsed: Callable[[bytes, Sequence[str]], Asked], request: Request) -> Reply:
+    async def _complete(self, parsed: Callable[[Json, Sequence[str]], Asked], request: Request) -> Reply:
         if not request.headers.get("content-type", "").split(";")[0].strip().lower().endswith("json"):
             raise Refused("the content-type is not application/json", 415)
-        asked = parsed(await _body(request), self._names)
-        if (answers := max(len(asked.prompts), 1) * asked.choices) > (most := self._engine.most_waiting):
-            raise Refused(f"a request has at most {most} answers, and this one {answers}")
+        asked = parsed(object_in(await _body(request)), self._names)
+        if len(asked.prompts) > (most := self._engine.most_waiting):
+            raise Refused(f"a request has at most {most} prompts, and this one {len(asked.prompts)}")
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(_AT_ONCE)
         prompts = await anyio.to_thread.run_sync(self._prompts.of, asked, limiter=self._limiter)
@@ -160,16 +148,15 @@ class App:
             with suppress(RuntimeError):  # the loop is closed: the server has ended
                 loop.call_soon_threadsafe(items.put_nowait, (index, item))
 
-        many = [one for one in prompts for _ in range(asked.choices)]
         jobs = [
-            Job(prompt, partial(tell, index), asked.options_of(index % asked.choices), asked.top, asked.echo)
-            for index, prompt in enumerate(many)
+            Job(prompt, partial(tell, index), asked.options, asked.top, asked.echo)
+            for index, prompt in enumerate(prompts)
         ]
         self._engine.submit(jobs)
         response = Response(
             self._names[0],
             self._prompts.tokenizer,
-            [prompt.text for prompt in many],
+            [prompt.text for prompt in prompts],
             sum(len(prompt.tokens) for prompt in prompts),
             is_chat=asked.messages is not None,
             scored=asked.top is not None,

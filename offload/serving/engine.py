@@ -62,7 +62,7 @@ class Figures:
     waiting: int = 0  # jobs that have not begun
 
 
-class Engine:
+class ServingEngine:
     """Answers jobs, many at a time, in a thread of its own."""
 
     def __init__(
@@ -229,7 +229,7 @@ class Engine:
                 self._figures.tokens += piece.tokens
 
 
-def exposition(engine: Engine) -> str:
+def exposition(engine: ServingEngine) -> str:
     """The figures in the form that Prometheus reads; rates and shares follow from them there."""
     done = engine.figures()
     figures: dict[str, float] = {

@@ -35,7 +35,7 @@ class Choice:
 
 
 class Response:
-    """A response to one request; `choices` are in the order of prompts, and of each one's answers."""
+    """A response to one request; `choices` are in the order of its prompts."""
 
     def __init__(
         self, model: str, tokenizer: Any, prompts: Sequence[str], prompt_tokens: int, *, is_chat: bool, scored: bool
@@ -96,8 +96,7 @@ class Response:
 
     def _in_chat(self, scores: Sequence[Score]) -> Json:
         def named(token: int, logprob: float | None) -> Json:
-            text = self._named(token)
-            return {"token": text, "logprob": logprob, "bytes": [*text.encode("utf-8", "replace")]}
+            return {"token": self._named(token), "logprob": logprob, "bytes": None}
 
         def whole(score: Score) -> Json:
             return {**named(score.token, score.logprob), "top_logprobs": [named(*one) for one in score.top]}
@@ -109,7 +108,6 @@ class Response:
             "tokens": [self._named(score.token) for score in scores],
             "token_logprobs": [score.logprob for score in scores],
             "top_logprobs": [self._top(score) for score in scores],
-            "text_offset": [score.start for score in scores],
         }
 
     def _top(self, score: Score) -> Json:

@@ -99,9 +99,11 @@ class TensorFile:
 
     @classmethod
     def is_open(cls, path: str | os.PathLike[str]) -> bool:
-        """Whether something in this process holds the file that is at `path` now."""
-        known = _OPENED.get(Path(os.path.abspath(path)))
-        return known is not None and known.is_current()
+        """Whether something in this process holds the file that is at `path` now, by whatever path."""
+        with suppress(OSError):
+            identity, known = Identity.of(os.stat(path)), [file() for file in _OPENED.valuerefs()]
+            return any(file is not None and file.identity == identity for file in known)
+        return False
 
     @classmethod
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
@@ -315,7 +317,7 @@ def _read_header(file: BinaryIO, size: int) -> Header:
         raise CorruptFileError("it is a git-lfs pointer instead of the file: run `git lfs pull`")
     file.seek(0)
     if pickled.recognizes(start):
-        return pickled.read_header(file, size)
+        return pickled.read_header(file)
     if start.startswith(gguf_header.MAGIC):
         return gguf_header.read_header(file, size)
     return read_header(file, size)

@@ -149,8 +149,6 @@ def discard(path: Path) -> None:
     """Remove a file from a private folder: the last tensor on it is gone."""
     with suppress(OSError):
         path.unlink()
-        if path.parent.name.isdigit():
-            path.parent.rmdir()
 
 
 def _true(path: Path) -> Path:
@@ -159,15 +157,11 @@ def _true(path: Path) -> Path:
 
 
 def _free_private_path(file: str, root: Path) -> Path:
-    """A path in a private folder; if the name is taken there, it goes into a numbered subfolder."""
-    if root / file not in _CLAIMS and not os.path.lexists(root / file):  # an interrupt may have left a file
-        return root / file
-    folder = root / str(next(_NUMBERS))
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise WriteError(error.errno, f"a folder can't be made ({error.strerror})", str(folder)) from error
-    return folder / file
+    """A path in a private folder; numbered if the name is taken there."""
+    path = root / file
+    while path in _CLAIMS or os.path.lexists(path):  # an interrupt may have left a file
+        path = root / f"{next(_NUMBERS)}~{file}"
+    return path
 
 
 def file_name(name: str) -> str:

@@ -4,12 +4,11 @@ Always true:
 - pickles of tensors are read only by the unpickler of `torch.load(weights_only=True)`, over tensors without data; in
   other pickles each object becomes a note: nothing in the file is executed, and no value is read
 - the memory a pickle takes is proportional to its length, whatever it asks for
-- the place of a value comes from the file's own directory, or list, of storages; every extent has been checked to lie
-  inside the file
+- the place of a value comes from the archive's own directory; every extent has been checked to lie inside its record
 - a value that can be mapped as a tensor where it lies is an entry; any other is unreadable, with the way out
 - names that share a storage become separate values
 
-Source of the formats: `torch/serialization.py` (`_save`, `_legacy_save`), and PKWARE's APPNOTE for zip.
+Source of the formats: `torch/serialization.py` (`_save`), and PKWARE's APPNOTE for zip.
 """
 
 from __future__ import annotations
@@ -17,20 +16,18 @@ from __future__ import annotations
 import errno
 import io
 import pickle
-import reprlib
 import struct
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO
 
 import torch
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
-from offload.storage.header import MARK, Header, is_unicode
+from offload.storage.header import Header, is_unicode
 from offload.storage.layout import (
     MISALIGNED,
     Entry,
@@ -56,10 +53,8 @@ from offload.torch_api import (
 
 NESTS = ("state_dict", "model", "module", "model_state_dict")
 _ZIP = b"PK\x03\x04"
-_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number
 _BARE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # protocols 2 to 5
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip record: magic, length of its name, length of its extra field
-_COUNT = struct.Struct("<q")
 _LONGEST = 1 << 28  # longest pickle, in bytes
 _DEEPEST = 4  # deepest nesting of a state dict under usual keys
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -68,39 +63,27 @@ _ARGUMENTS = {  # opcodes with an argument, and how many reads it takes
     **dict.fromkeys((b"K", b"M", b"J", b"G", b"h", b"j", b"q", b"r", b"\x80"), 1),
     **dict.fromkeys((b"X", b"U", b"\x8a"), 2),
 }
-NOTES = f"{MARK}.json"  # a record with what `offload` noted in a file of its own
 _SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), or as .safetensors"
-_CONVERT = "convert it once, torch.save(torch.load(path, weights_only=True), another_path)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """A storage that a pickle names, by what the pickle says: a tensor may enlarge the object, which has no data."""
-
-    storage: torch.UntypedStorage  # keeps its id unique
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+_CONVERT = "load it once, torch.load(path, weights_only=True), and save it again with torch.save, or as .safetensors"
+_NOT_AS_IT_LIES = (
+    "can't be read where it lies (it is sparse, a view with gaps or overlaps, a conjugate or negative, without data, "
+    "or of a class of its own): load it with torch.load, and save it as a plain, contiguous tensor"
+)
+_NOWHERE = (None, -1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Unpickled:
-    """What a file, or an archive in it, holds.
+    """What an archive holds.
 
     Attributes:
         content: the unpickled object, whose tensors have no data.
-        storages: theirs, by key.
-        places: the first byte and the size of each in the file, by `storage_id`.
-        metadata: as in a safetensors header.
+        storages: theirs, by `storage_id`, with the first byte and the size of each in the file: what the records say,
+            since a tensor may enlarge a storage without data.
     """
 
     content: object
-    storages: Mapping[str, _Storage]
-    places: Mapping[int, tuple[int, int]]
-    metadata: Mapping[str, str]
+    storages: Mapping[int, tuple[torch.UntypedStorage, int, int]]
 
 
 def recognizes(start: bytes) -> bool:
@@ -110,16 +93,18 @@ def recognizes(start: bytes) -> bool:
     return start.startswith((_ZIP, *_BARE))
 
 
-def read_header(file: BinaryIO, size: int) -> Header:
-    """The checked header of such a file of `size` bytes.
+def read_header(file: BinaryIO) -> Header:
+    """The checked header of such a file.
 
     Raises `CorruptFileError` if it is incomplete or damaged; `CheckpointError` if it contains code, has an old or
     foreign form, or has no named tensors.
     """
+    if file.read(len(_ZIP)) != _ZIP:
+        raise CheckpointError(f"is a pickle, not the zip archive that torch.save writes since PyTorch 1.6: {_CONVERT}")
     with no_functions(), no_modes():
-        saved = _read_legacy(file, size) if _is_legacy(file) else _read_archive(file)
+        saved = _read_archive(file)
         found = {key: _entry(key, tensor, saved) for key, tensor in _tensors_in(saved.content).items()}
-    return _header(found, saved.metadata)
+    return _header(found)
 
 
 def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
@@ -136,55 +121,30 @@ def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int
         with no_functions(), no_modes():
             saved = _read_archive(io.BufferedReader(Section(file.fileno(), begin, nbytes)), begin)
             if not isinstance(saved.content, torch.Tensor):
-                raise CheckpointError(f"holds {_described(saved.content)} in place of {key!r}: {_SAVE_TENSORS}")
+                kind = type(saved.content).__name__
+                raise CheckpointError(f"holds a {kind} in place of the tensor {key!r}: {_SAVE_TENSORS}")
             found[key] = _entry(key, saved.content, saved)
-    return _header(found, {})
+    return _header(found)
 
 
-def _header(found: Mapping[str, Entry | str], metadata: Mapping[str, str]) -> Header:
+def _header(found: Mapping[str, Entry | str]) -> Header:
     """Values by their entries; instead of an entry there may be a reason why it can't be read."""
     return Header(
-        metadata,
+        {},
         {key: entry for key, entry in found.items() if not isinstance(entry, str)},
         {key: reason for key, reason in found.items() if isinstance(reason, str)},
     )
 
 
-# The two forms: an archive, since PyTorch 1.6, and before that pickles and storages in a row
-
-
-def _is_legacy(file: BinaryIO) -> bool:
-    """Raises `CheckpointError` if it is another pickle."""
-    start = file.read(len(_LEGACY))
-    file.seek(0)
-    if not start.startswith((_ZIP, _LEGACY)):
-        raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
-    return start == _LEGACY
-
-
-def _read_legacy(file: BinaryIO, size: int) -> _Unpickled:
-    """What five pickles hold, the last of which lists the storages; each follows as a count of elements, and bytes."""
-    for _ in range(3):  # the magic number, the protocol, and the system it was written on
-        _unpickle(file)
-    content, storages = _unpickle(file)
-    keys, _ = _unpickle(file)
-    if not isinstance(keys, list) or [key for key in keys if not isinstance(key, str)] or {*keys} != {*storages}:
-        raise CorruptFileError("its list of storages is not that of its pickle")
-    places, at = {}, file.tell()
-    for named in map(storages.__getitem__, keys):
-        file.seek(at)
-        count, at = file.read(_COUNT.size), at + _COUNT.size
-        if not at <= at + named.nbytes <= size:
-            raise CorruptFileError(f"it is cut off: a storage ends at byte {at + named.nbytes}, it has {size}")
-        if _COUNT.unpack(count) != (named.numel,):
-            raise CorruptFileError("one of its storages has another size than its pickle says")
-        places[storage_id(named.storage)] = at, named.nbytes
-        at += named.nbytes
-    return _Unpickled(content, storages, places, {})
+# Archives
 
 
 def _read_archive(file: BinaryIO, begin: int = 0) -> _Unpickled:
-    """What an archive holds that begins at byte `begin` of the file with the values; `file` begins with it."""
+    """What an archive holds that begins at byte `begin` of the file with the values; `file` begins with it.
+
+    The places of records are not those that torch.load notes (`_checkpoint_offset`): it calculates them from their
+    order, which is wrong in an archive that other code wrote, and it checks no sizes (torch 2.13).
+    """
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, struct.error, EOFError, NotImplementedError) as error:
@@ -193,38 +153,31 @@ def _read_archive(file: BinaryIO, begin: int = 0) -> _Unpickled:
     infos = {info.filename: info for info in archive.infolist()}
     if len(infos) < len(archive.infolist()):
         raise CorruptFileError("its zip directory names a record twice")
-    root = _root(infos)
-    order = infos.get(f"{root}byteorder")
-    if order is not None and _content(archive, order) != sys.byteorder.encode():
-        raise CheckpointError(f"is in the byte order of another machine: {_CONVERT}")
-
-    content, storages = _unpickle(io.BytesIO(_content(archive, infos[f"{root}data.pkl"])))
-    places = {}
-    for key, named in storages.items():
-        info = infos.get(f"{root}data/{key}")
-        if info is None:
-            raise CorruptFileError(f"it has no record data/{key}, which its pickle names")
-        if info.file_size != named.nbytes:
-            raise CorruptFileError(
-                f"its record data/{key} has {info.file_size} bytes, and {named.nbytes} by its pickle"
-            )
-        places[storage_id(named.storage)] = begin + _start(file, info, archive.start_dir), named.nbytes
-    noted = infos.get(f"{root}{NOTES}")
-    metadata = {} if noted is None else {MARK: _content(archive, noted).decode(errors="replace")}
-    return _Unpickled(content, storages, places, metadata)
-
-
-def _root(infos: Mapping[str, object]) -> str:
-    """The folder in the archive that contains everything, with a trailing slash."""
     roots = [name.removesuffix("data.pkl") for name in infos if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
         raise CheckpointError(f"is a zip archive, but torch.save did not write it: {_SAVE_TENSORS}")
-    if f"{roots[0]}constants.pkl" in infos:
-        raise CheckpointError(
-            "is a TorchScript archive, a program with its weights: load it with torch.jit.load if you trust it, and "
-            "save its state_dict()"
-        )
-    return roots[0]
+    (root,) = roots
+    order = infos.get(f"{root}byteorder")
+    if order is not None and _content(archive, order) != sys.byteorder.encode():
+        raise CheckpointError(f"is in the byte order of another machine: {_CONVERT}")
+    storages: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+
+    def storage_for(saved_id: Any) -> torch.TypedStorage:
+        _, kind, key, _, numel = saved_id
+        if not isinstance(key, str):
+            raise CorruptFileError(f"its pickle names a storage by a {type(key).__name__}, not by text")
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        if dtype_named(dtype_name(dtype)) is None:
+            raise CheckpointError(f"holds a quantized tensor ({dtype}): dequantize() it, or save its parts")
+        info = infos.get(f"{root}data/{key}")
+        if info is None or info.file_size != numel * dtype.itemsize:
+            raise CorruptFileError(f"it has no record data/{key} of the size that its pickle says")
+        storage = torch.UntypedStorage(info.file_size, device="meta")
+        storages[storage_id(storage)] = storage, begin + _start(file, info, archive.start_dir), info.file_size
+        return typed(storage, dtype)
+
+    content = _unpickle(_content(archive, infos[f"{root}data.pkl"]), storage_for)
+    return _Unpickled(content, storages)
 
 
 def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
@@ -260,32 +213,15 @@ def _refuse_packed(info: zipfile.ZipInfo) -> None:
 # Pickles
 
 
-def _unpickle(file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
-    """The next object in a file, and the storages that it names, by key."""
-    storages: dict[str, _Storage] = {}
-
-    def storage_for(saved_id: Any) -> torch.TypedStorage:
-        _, kind, key, _, numel, *view = saved_id
-        if not isinstance(key, str):
-            raise CorruptFileError(f"its pickle names a storage by a {type(key).__name__}, not by text")
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        if dtype_named(dtype_name(dtype)) is None:
-            raise CheckpointError(f"holds a quantized tensor ({dtype}): dequantize() it, or save its parts")
-        if view not in ([], [None]):
-            raise CheckpointError(f"names a part of a storage, as PyTorch before 0.4 did: {_CONVERT}")
-        if key not in storages:
-            storages[key] = _Storage(torch.UntypedStorage(numel * dtype.itemsize, device="meta"), dtype, numel)
-        if (storages[key].dtype, storages[key].numel) != (dtype, numel):
-            raise CorruptFileError(f"its pickle names storage {key} twice, as different ones")
-        return typed(storages[key].storage, dtype)
-
-    unpickler = _Sparing(file)
+def _unpickle(data: bytes, storage_for: Callable[[Any], torch.TypedStorage]) -> Any:
+    """The object in a pickle; `storage_for` gives the storages that it names."""
+    unpickler = _Sparing(data)
     unpickler.persistent_load = storage_for  # type: ignore[method-assign]
     waiting = unchecked_sparse()  # for a check in the next torch.load; what is sparse here has no data
     before = len(waiting)
     try:
         with _explained():
-            return unpickler.load(), storages  # type: ignore[no-untyped-call]
+            return unpickler.load()  # type: ignore[no-untyped-call]
     finally:
         del waiting[before:]
 
@@ -297,16 +233,14 @@ class _Sparing(Unpickler):
     endless for nested references to one list. So every call is checked when its opcode is read, before it runs.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file, encoding="utf-8")
-        self._source = file.read
-        self.readline = partial(file.readline, _LONGEST)
+    def __init__(self, data: bytes) -> None:
+        source = io.BytesIO(data)  # gives no more than it has, whatever length a pickle asks for
+        super().__init__(source, encoding="utf-8")
+        self._source = source.read
         self._due = 0  # reads left that belong to the last opcode's argument
         self.read = self._watched
 
     def _watched(self, count: int) -> bytes:
-        if count > _LONGEST:
-            raise CorruptFileError(f"its pickle asks for {count} bytes at once, more than any pickle of tensors")
         data = self._source(count)
         if self._due:
             self._due -= 1
@@ -412,7 +346,7 @@ def _tensors_in(saved: object) -> dict[str, torch.Tensor]:
     """The tensors of a state dict by name; it may be nested under one of the usual keys."""
     tensors = _tensors_below(saved, _DEEPEST)
     if not tensors:
-        raise CheckpointError(f"holds no tensors by name, but {_described(saved)}: {_SAVE_TENSORS}")
+        raise CheckpointError(f"holds no tensors by name, but a {type(saved).__name__}: {_SAVE_TENSORS}")
     if not is_unicode("".join(tensors)):
         raise CheckpointError(f"names a tensor with a lone surrogate, which is not valid text: {_SAVE_TENSORS}")
     return tensors
@@ -428,36 +362,22 @@ def _tensors_below(saved: object, deepest: int) -> dict[str, torch.Tensor]:
     return next(iter(nests.values()), of_itself)
 
 
-def _described(saved: object) -> str:
-    if not isinstance(saved, dict):
-        return f"a {type(saved).__name__}"
-    items = ", ".join(
-        f"{short(reprlib.repr(key), 40)}: {type(value).__name__}" for key, value in list(saved.items())[:8]
-    )
-    return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
-
-
 def _entry(key: str, tensor: torch.Tensor, saved: _Unpickled) -> Entry | str:
     """The entry of a value, or why it can't be read."""
-    if type(tensor) not in _PLAIN:
-        return f"is a {type(tensor).__name__}: save its parts as plain tensors"
-    if tensor.layout != torch.strided:
-        return f"is a {str(tensor.layout).removeprefix('torch.')} tensor: save its to_dense(), or its parts"
-    place = saved.places.get(storage_id(tensor.untyped_storage()))
-    if place is None:
-        return "has no data: it was on the meta device when it was saved"
+    is_strided = type(tensor) in _PLAIN and tensor.layout == torch.strided
+    _, start, nbytes = saved.storages.get(storage_id(tensor.untyped_storage()), _NOWHERE) if is_strided else _NOWHERE
+    if start < 0 or tensor.is_conj() or tensor.is_neg():
+        return _NOT_AS_IT_LIES
     shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
     layout = layout_as(tensor.dtype, shape, stride)
     if layout is None or offset < 0:
         raise CorruptFileError(f"its pickle gives {short(key)!r} the shape {short(shape)}: not the shape of a tensor")
     begin = offset * tensor.dtype.itemsize
-    if begin + span_of(tensor.dtype, shape, stride) > place[1]:
+    if begin + span_of(tensor.dtype, shape, stride) > nbytes:
         raise CorruptFileError(f"its pickle places {short(key)!r} outside of its record")
-    if tensor.is_conj() or tensor.is_neg():
-        return "is stored as its conjugate or its negative: load it with torch.load, and save its clone()"
     if tensor.is_contiguous():  # the stride of a one-element dimension is arbitrary
         layout = contiguous(tensor.dtype, shape)
     if not layout.is_dense:
-        return "is a view with gaps, or whose elements share bytes: load it with torch.load, and save its contiguous()"
-    entry = Entry(key, layout, place[0] + begin)
+        return _NOT_AS_IT_LIES
+    entry = Entry(key, layout, start + begin)
     return entry if can_be_over(entry) else MISALIGNED

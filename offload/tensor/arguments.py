@@ -32,23 +32,6 @@ from offload.torch_api import usable_devices
 
 T = TypeVar("T")
 
-ELSEWHERE = {
-    "torch_dtype": "give dtype",
-    "offload_folder": "give offload_dir",
-    "subfolder": "give that folder",
-    "variant": "give a folder with that variant alone",
-    "state_dict": "fill an empty model with offload.load_checkpoint_and_dispatch",
-    **dict.fromkeys(("offload_state_dict", "preload_module_classes", "force_hooks"), "leave it out"),
-}
-"""Arguments of accelerate and transformers, and what is given here."""
-
-
-def refuse_others(function: str, others: Iterable[str]) -> None:
-    """Raises `ArgumentTypeError` for arguments that a function does not take; it says what to give instead of some."""
-    for name in others:
-        instead = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
-        raise ArgumentTypeError(f"offload.{function} does not take {name!r}{instead}")
-
 
 def checked_count(number: int, what: str, *, least: int = 1) -> int:
     """A count; raises `ArgumentError` if it is less than `least`."""

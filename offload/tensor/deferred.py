@@ -2,11 +2,11 @@
 
 Always true:
 - nothing is read before an op needs the numbers
-- stacking, joining, slicing, casting, making contiguous, reordering rows or columns, arithmetic with a number, and
-  setting rows to a number are recorded: each result is a tensor on disk, stored or a recipe
+- stacking, joining, slicing, casting, making contiguous, reordering rows or columns, and arithmetic with a number are
+  recorded: each result is a tensor on disk, stored or a recipe
 - a recipe over a recipe that was recorded here is one over the pieces of that
-- nothing is written unless requested; at its first other write a value gets a file of its own: its views see each
-  write, copies made before do not
+- nothing is written unless requested; at its first write a value gets a file of its own: its views see each write,
+  copies made before do not
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offload.system.modes import inside, no_functions, no_grad, no_modes
 from offload.system.regular import is_same_folder
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, copied, mapped_value
-from offload.tensor.recipes import Joined, Piece, joined, stored_in
+from offload.tensor.recipes import Joined, Piece, joined
 from offload.tensor.registry import Rule
 from offload.tensor.rules import written_arguments
 from offload.tensor.runs import Decode, Decoder
@@ -37,7 +37,6 @@ from offload.tensor.views import handle_of, is_part, meta_of_layout, metadata_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
 
-_MOST_FILLS = 4  # each makes a recipe over the one before: what it takes to read them multiplies
 _MOST_RUNS = 1024  # most runs of rows in another order
 _BIG = 1 << 20  # size in bytes from which the result of an op is stored at once
 _aten = torch.ops.aten
@@ -54,7 +53,6 @@ class Body:
     made: bool = False  # it was created here
     own: bool = False  # it is part of no other value: it may be written to
     is_fixed: bool = False  # its dtype stays, whatever a loader asks for
-    fills: int = 0  # how often rows of it were set to a number by a recipe
 
     def become(self, made: OffloadedTensor) -> None:
         self.whole, self.made, self.own = made, True, True
@@ -423,46 +421,6 @@ def _each(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _row_by_row(tensor, partial(_applied, name=func.name(), others=tuple(others)), meta)
 
 
-def _fill(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Setting rows to a number, as some models do to the padding row: they are joined with the other rows."""
-    tensor, *values = args
-    rows = _rows_in_root(tensor) if isinstance(tensor, DeferredTensor) and not kwargs else None
-    if rows is None or not all(map(_is_number, values)):
-        return _compute(func, args, kwargs)
-    body, root = tensor._body, view_spec_of(tensor._body.whole)
-    is_written = any(handle.owned for handle in stored_in([handle_of(body.whole)]))
-    if is_written or body.fills == _MOST_FILLS:
-        return _compute(func, args, kwargs)
-    number = func(torch.empty((), dtype=tensor.dtype), *values).item()
-    whole = _view(body, ())
-    before, old, after = (
-        _cut(_aten.slice.Tensor, (whole, 0, *run), {}) for run in ((0, rows[0]), rows, (rows[1], len(root)))
-    )
-    new = _row_by_row(old, partial(_applied, name="aten::fill.Scalar", others=(number,)), old._meta)
-    body.become(_cat(_aten.cat.default, ([before, new, after],), {}).source)
-    body.fills += 1
-    return tensor
-
-
-def _rows_in_root(tensor: DeferredTensor) -> tuple[int, int] | None:
-    """The range of rows of its body that it consists of; None if it is not a range of whole rows."""
-    root, meta = view_spec_of(tensor._body.whole), tensor._meta
-    is_plain = root.dtype == meta.dtype and not (meta.is_conj() or meta.is_neg())
-    if not (is_plain and root.dim() and meta.numel() and root.is_contiguous() and meta.is_contiguous()):
-        return None
-    step = root.numel() // len(root)
-    first, left = divmod(int(meta.storage_offset() - root.storage_offset()), step)
-    count, more = divmod(meta.numel(), step)
-    return None if left or more else (first, first + count)
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a number, or a scalar tensor in memory."""
-    return isinstance(value, (bool, int, float)) or (
-        type(value) is torch.Tensor and value.dim() == 0 and value.device == CPU
-    )
-
-
 def _row_by_row(tensor: DeferredTensor, decode: Decode, meta: torch.Tensor) -> DeferredTensor:
     source = tensor.source
     tensor._body.own = False
@@ -522,5 +480,4 @@ _RULES: dict[object, Rule] = {
     _aten.index.Tensor: _index,
     **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _each),
     **dict.fromkeys((_aten.neg.default, _aten.log.default, _aten.exp.default), _each),
-    **dict.fromkeys((_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default), _fill),
 }

@@ -32,7 +32,7 @@ from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, meta_of_layout, metadata_of, view_spec_of, view_with
-from offload.tensor.wrapper import OffloadedTensor, dressed, set_by_others, wrap
+from offload.tensor.wrapper import OffloadedTensor, dressed, wrap
 
 
 class by_reference:
@@ -68,7 +68,7 @@ def _pickler() -> Any:
     except ImportError:
         from pickle import Pickler
     usual = vars(Pickler).get("dispatch_table")
-    reductions: dict[object, Any] = {OffloadedTensor: _reduce_with_attributes, Piece: _reduce_piece}
+    reductions: dict[object, Any] = {OffloadedTensor: _reduce, Piece: _reduce_piece}
     table = ChainMap(reductions, usual if isinstance(usual, ChainMap) else copyreg.dispatch_table)
     return type("ByReference", (Pickler,), {"dispatch_table": table})
 
@@ -117,16 +117,6 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
 def _rebuild(piece: Piece, target: torch.device, requires_grad: bool, is_parameter: bool) -> OffloadedTensor:
     wrapper = wrap(piece.handle, piece.view_spec, target)
     return dressed(wrapper, requires_grad=requires_grad, is_parameter=is_parameter)
-
-
-def _reduce_with_attributes(tensor: OffloadedTensor) -> tuple[Any, ...]:
-    """As pickles of plain tensors have them; `torch.multiprocessing` passes none."""
-    noted = set_by_others(tensor)
-    return (*_reduce(tensor), noted, None, None, _set_attributes) if noted else _reduce(tensor)
-
-
-def _set_attributes(tensor: OffloadedTensor, noted: dict[str, Any]) -> None:
-    vars(tensor).update(noted)
 
 
 def _reference(handle: Handle) -> Reference:

@@ -8,9 +8,7 @@ Always true:
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +17,8 @@ from offload.errors import ForeignFileError
 from offload.prefetch.loads import start_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import InBlocks
-from offload.storage.subclasses import flatten, is_subclass_value
+from offload.storage.replacing import replacing_all
+from offload.storage.subclasses import is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_tensor
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.guests import mapped_value
@@ -43,29 +42,24 @@ def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> N
             write_tensor(fd, at, value, dtype)
 
 
-def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, object]) -> None:
-    """Write a new file for a value of any kind, as a handle would, with `notes`; the caller removes it on failure."""
-    value, notes = subclass_value(tensor), {**notes, "name": name}
-    parts = {name: tensor}
-    if value is not None:
-        parts, notes["subclass"] = flatten(value, name)
-    write_dense(path, parts, notes)
-
-
 def write_dense(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
     notes: Mapping[str, object],
     advance: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Like `write_file`, for several dense values in one file; `advance` is told the bytes that were written."""
+    """Put a file of dense values, with `notes`, in place; `advance` is told the bytes that were written.
+
+    Raises `WriteError`.
+    """
     layouts = {key: layout_of(part) for key, part in tensors.items()}
 
     def fill(fd: int, key: str, start: int) -> None:
         write_value(fd, start, tensors[key].detach().permute(layouts[key].order), layouts[key].dtype)
         advance(tensors[key].nbytes)
 
-    write_beside(path, path, layouts, {}, fill, notes)
+    with replacing_all([path], sum(tensor.nbytes for tensor in tensors.values())) as new:
+        write_beside(new[path], path, layouts, {}, fill, notes)
 
 
 def identity_of(tensor: torch.Tensor) -> Hashable:
@@ -86,17 +80,6 @@ def files_of(tensor: torch.Tensor) -> list[Path]:
     return [file.path for file in files_in(handle_of(tensor))] if type(tensor) is OffloadedTensor else []
 
 
-def refuse_sources(sources: Mapping[str, Iterable[Path]], replaced: Iterable[Path]) -> None:
-    """Raises `ForeignFileError` if a file that values come from (files by name) is among those to be replaced."""
-    known = {place for path in replaced for place in _places(path)}
-    for name, files in sources.items() if known else ():
-        for source in files:
-            if not known.isdisjoint(_places(source)):
-                raise ForeignFileError(
-                    f"{name!r} refers to {source}, which saving here would replace: save to another folder"
-                )
-
-
 def refuse_referenced(replaced: Iterable[Path]) -> None:
     """Raises `ForeignFileError` if a live tensor refers to a file that is to be replaced."""
     for path in replaced:
@@ -105,12 +88,6 @@ def refuse_referenced(replaced: Iterable[Path]) -> None:
                 f"tensors of this process refer to {path}, which saving here would replace: save to another folder, "
                 "or delete them first"
             )
-
-
-def _places(path: Path) -> Iterator[tuple[int, int]]:
-    with suppress(OSError):
-        status = os.stat(path)
-        yield status.st_dev, status.st_ino
 
 
 def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:

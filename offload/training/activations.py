@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import SavedTensorError
-from offload.memory import as_bytes, available_bytes, count_freed
+from offload.memory import as_bytes, count_freed
 from offload.prefetch.engine import expect
 from offload.storage.owning import create_temporary
 from offload.system.background import Background
@@ -40,7 +40,7 @@ _MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward ha
 @not_compiled
 @contextmanager
 def offload_activations(
-    *, offload_dir: str | os.PathLike[str] | None = None, min_bytes: int | float | str = "1MiB"
+    *, offload_dir: str | os.PathLike[str] | None = None, min_bytes: int | str = "1MiB"
 ) -> Iterator[None]:
     """Inside, tensors that autograd saves for backward go to disk as soon as nothing else holds them in memory.
 
@@ -51,8 +51,7 @@ def offload_activations(
     Args:
         offload_dir: where the files are while the graph lives, in a folder of their own that nothing stays in; None for
             the temporary folder.
-        min_bytes: storages smaller than this stay in memory: bytes, "1MiB", or a fraction (0.01) of the memory that is
-            free.
+        min_bytes: storages smaller than this stay in memory: bytes, or "1MiB".
 
     Returns:
         A context manager.
@@ -69,7 +68,7 @@ def offload_activations(
         >>> torch.equal(x.grad, x.exp().exp() * x.exp())
         True
     """
-    block = _Block(None if offload_dir is None else absolute(offload_dir), as_bytes(min_bytes, available_bytes()))
+    block = _Block(None if offload_dir is None else absolute(offload_dir), as_bytes(min_bytes))
     with torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack):
         yield
     _DISK.look()

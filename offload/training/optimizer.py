@@ -25,7 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
-from offload.memory import as_bytes, available_bytes, count_freed
+from offload.memory import as_bytes, count_freed
 from offload.storage.owning import create_temporary
 from offload.storage.subclasses import refuse_lossy
 from offload.system.regular import absolute
@@ -43,8 +43,8 @@ def offload_optimizer(
     offload_dir: str | os.PathLike[str] | None = None,
     model: nn.Module | None = None,
     gradients: bool = False,
-    min_bytes: int | float | str = "64KiB",
-    step_bytes: int | float | str | None = "32MiB",
+    min_bytes: int | str = "64KiB",
+    step_bytes: int | str | None = "32MiB",
 ) -> AnyOptimizer:
     """Keep the state of an optimizer on disk: `exp_avg`, `momentum_buffer`, and whatever it has of a parameter's size.
 
@@ -63,7 +63,7 @@ def offload_optimizer(
         gradients: whether gradients, too, go to disk as soon as they are accumulated: those of parameters that require
             grad now. Without that all of them are in memory between backward and `zero_grad`, as large as what is
             trained.
-        min_bytes: what is smaller stays in memory: bytes, "64KiB", or a fraction (0.01) of the memory that is free.
+        min_bytes: what is smaller stays in memory: bytes, or "64KiB".
         step_bytes: of parameters that are stepped at a time, at least one; None for all at once.
 
     Returns:
@@ -99,8 +99,8 @@ def offload_optimizer(
         folder=None if offload_dir is None else absolute(offload_dir),
         given={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
         gradients=gradients,
-        min_bytes=as_bytes(min_bytes, available_bytes()),
-        step_bytes=None if step_bytes is None else as_bytes(step_bytes, available_bytes()),
+        min_bytes=as_bytes(min_bytes),
+        step_bytes=None if step_bytes is None else as_bytes(step_bytes),
     )
     hooks: list[RemovableHandle] = []
     step = _own_step(optimizer)

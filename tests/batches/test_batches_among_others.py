@@ -1,9 +1,7 @@
 """Batches in lockstep, beside others' tensors, processes, warnings, and the compiler."""
 
-import copy
 import gc
 import multiprocessing
-import pickle
 import sys
 import threading
 import warnings
@@ -137,21 +135,6 @@ def test_an_error_keeps_nothing_alive_once_it_is_deleted():
         assert alive[0]() is None
     finally:
         gc.enable()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_made_between_results_is_an_ordinary_model(copied):
-    model = layers()
-    x = torch.ones(1, 4)
-    expected = model(x)
-    results = map_batches(model, [x] * 6, model, in_flight=3)
-    next(results)
-    other = copied(model)
-
-    assert torch.equal(expected, other(x))
-    assert 5 == len(list(results))
-    assert torch.equal(expected, other(x))
 
 
 def test_kv_caches_count_as_waiting_memory():

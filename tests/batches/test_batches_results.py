@@ -171,7 +171,7 @@ def test_pieces_are_reserved_for_when_their_result_does_not_fit(tmp_path, monkey
 
     def noting(self: Lease) -> None:
         held = {value for value in pool.values() if value.kept or value.is_held}
-        in_memory.append(sum(self._made.values()) + sum(value.nbytes for value in held))
+        in_memory.append(sum(one.nbytes for one in self.results.values()) + sum(value.nbytes for value in held))
         plain(self)
 
     monkeypatch.setattr(Lease, "move_on", noting)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import offload
-from offload.batches import scheduler
 from offload.batches.mapping import map_batches
 from offload.errors import MapError
 from tests.batches.lockstep import assert_as_one_by_one, equal
@@ -265,17 +264,6 @@ def test_the_callers_generator_advances_only_if_a_batch_used_random_numbers(mode
 
 
 @torch.no_grad()
-def test_a_thread_serves_one_batch_after_another(model):
-    """The per-thread memory of kernels and glibc is created once for many batches."""
-
-    def fn(batch: torch.Tensor) -> int:
-        model(batch)
-        return threading.get_ident()
-
-    assert len(set(map_batches(fn, tokens(9), model, in_flight=2))) <= 2
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("what", ["function mode", "saved tensors"])
 def test_modes_left_in_a_thread_do_not_reach_the_next_batch(model, what):
     from torch.autograd.graph import saved_tensors_hooks
@@ -470,25 +458,8 @@ def hooked(model: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def test_a_function_that_catches_everything_is_left_to_itself_after_a_while(model, monkeypatch, caplog):
-    monkeypatch.setattr(scheduler, "_PATIENCE", 0.1)
-    running: list[threading.Thread] = []
-    fn = catching_all(model, first=lambda: running.append(threading.current_thread()), again=lambda: None)
-    results = map_batches(fn, range(3), model, in_flight=3)
-    assert [0, 1] == [next(results), next(results)]
-
-    results.close()
-
-    assert all_end(running)
-    assert len(running) == 2
-    assert "the function of batch 2 does not end" in caplog.text
-    assert not hooked(model)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("where", ["close", "next"])
-def test_a_second_interrupt_ends_the_wait_for_a_function_that_catches_everything(model, monkeypatch, where):
-    monkeypatch.setattr(scheduler, "_PATIENCE", 1e6)
+def test_a_second_interrupt_ends_the_wait_for_a_function_that_catches_everything(model, where):
     has_left, main = threading.Event(), threading.main_thread().ident or 0
     running: list[threading.Thread] = []
     failures = iter(range(1_000_000))

@@ -29,8 +29,8 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TensorCach
     if request.param == "memory":
         yield TensorCache(tensors=tensors)
     elif request.param == "file":
-        TensorCache(tensors=tensors).to_disk(tmp_path / "cache.pt")
-        yield TensorCache.from_disk(tmp_path / "cache.pt")
+        TensorCache(tensors=tensors).to_disk(tmp_path / "cache.safetensors")
+        yield TensorCache.from_disk(tmp_path / "cache.safetensors")
     else:
         columns = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
         with TensorCache.create(tmp_path / "cache", columns, N) as made:

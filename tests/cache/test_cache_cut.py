@@ -33,11 +33,9 @@ READS = {
     "a column": lambda cache: cache.column("x").sum(),
     "rows": lambda cache: cache[:],
     "a row": lambda cache: cache[-1],
-    "missing as zeros": lambda cache: cache.get([-1, 3], missing="zeros"),
     "batches": lambda cache: list(cache.batches(len(cache))),
     "missing_rows": lambda cache: cache.missing_rows(),
     "num_filled": lambda cache: cache.num_filled,
-    "lengths": lambda cache: cache.lengths("t"),
     "to_disk": lambda cache: cache.to_disk(cache.folder.parent / "rows.safetensors", ["x"]),
 }
 WRITES = {
@@ -121,7 +119,7 @@ def wrong_rows(folder):
         wanted = {name: value[0] for name, value in values([row]).items()}
         for name in COLUMNS:
             try:
-                found = cache.get(row, [name], missing="zeros")[name]
+                found = cache.get(row, [name])[name]
             except CorruptFileError:
                 continue
             if not is_equal(wanted[name], bytes(found.tolist()) if name == "raw" else found):

@@ -74,14 +74,14 @@ def parts(monkeypatch):
     seen = Parts()
     seen.gate.set()
 
-    def populate(address, nbytes):
+    def bring_in(address, nbytes):
         seen.gate.wait()
         seen.before()
-        is_read = pages.populate(address, nbytes)
+        is_read = pages.bring_in(address, nbytes)
         seen.append(nbytes)
         return is_read
 
-    monkeypatch.setattr(tables, "populate", populate)
+    monkeypatch.setattr(tables, "bring_in", bring_in)
     monkeypatch.setattr(tables, "_PART", MIB)
     yield seen
     seen.gate.set()
@@ -214,19 +214,6 @@ def test_it_stops_where_the_memory_goes(cache, path, parts, monkeypatch):
     assert_whole(cache)
 
 
-def test_it_stops_when_no_more_rows_are_asked_for_and_goes_on_with_the_next(cache, path, parts, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(tables, "_GOES_ON", -1.0)
-        cache[some(256)]
-        rest()
-    assert not parts
-
-    cache[some(300)[256:]]
-    rest()
-
-    assert cached_fraction([path]) > 0.99
-
-
 def test_a_column_that_was_evicted_is_read_whole_less_readily(cache, path, parts, monkeypatch):
     monkeypatch.setattr(tables, "_LEAST_ROWS", 1)
     needed = []
@@ -263,18 +250,6 @@ def test_rows_that_are_written_meanwhile_are_right(cache, parts):
     assert (expected[:, 0] < 0).sum() == 16
     for reader in (cache, writer):
         assert torch.equal(expected, reader[torch.arange(ROWS).flip(0)]["x"].flip(0))
-
-
-def test_holes_are_not_brought_in(tmp_path, parts):
-    with TensorCache.create(tmp_path / "cache", {"x": (torch.int32, (2048,))}, ROWS) as cache:
-        cache[:512] = {"x": values(range(512))}
-    dropped(tmp_path / "cache" / "x.safetensors")
-    cache = TensorCache.open(tmp_path / "cache")
-
-    cache[torch.randperm(512)]
-    rest()
-
-    assert not parts
 
 
 def test_a_closed_cache_is_not_brought_in_further(cache, parts):

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import TensorCache
 from offload.cache import rowfile
-from offload.errors import CacheError, ColumnError, CorruptFileError, MissingRowsError, RowIndexError, WriteError
+from offload.errors import ColumnError, CorruptFileError, MissingRowsError, RowIndexError, WriteError
 from tests.equal import assert_equal
 from tests.page_cache import made_hot
 
@@ -73,7 +73,6 @@ def test_some_columns_come_in_the_order_that_was_asked_for(folder, columns):
     [
         ([-ROWS - 1], {}, RowIndexError, "row -41 is out of range for a cache of 40 rows"),
         (torch.tensor([1]), {"columns": ["x", "z"]}, ColumnError, "no column 'z'"),
-        (torch.tensor([1]), {"missing": "zero"}, CacheError, "unknown missing='zero'"),
         (slice("a", "b"), {}, TypeError, "slice indices must be integers"),
     ],
 )

@@ -13,15 +13,8 @@ import pytest
 import torch
 
 from offload import TensorCache
-from offload.errors import CacheError
-from tests.equal import assert_equal
+from offload.errors import CacheError, DtypeMismatchError
 from tests.processes import run_script
-
-
-@dataclasses.dataclass
-class Span:
-    start: int
-    weights: torch.Tensor
 
 
 @dataclasses.dataclass
@@ -30,18 +23,11 @@ class Sample:
     text: str
     hidden: torch.Tensor
     tokens: np.ndarray
-    reward: float | None = None
     tags: list[str] | None = None
     raw: bytes = b""
-    span: Span | None = None
 
 
-SCHEMA = {
-    "tokens": (torch.int16, (None,)),
-    "tags": "json",
-    "span.start": (torch.int64, ()),
-    "span.weights": (torch.float32, (2,)),
-}
+SCHEMA = {"tokens": (torch.int16, (None,)), "tags": "json"}
 
 
 class Pair(NamedTuple):
@@ -58,17 +44,15 @@ def samples(count: int) -> list[Sample]:
             text=f"tëxt {number}\n",
             hidden=torch.randn(2, 3).to(torch.bfloat16),
             tokens=np.arange(number % 4, dtype=np.int16),
-            reward=None if number % 3 else number / 2,
             tags=["a", "b"] if number % 2 else None,
             raw=bytes(range(number)),
-            span=None if number % 5 == 0 else Span(number, torch.full((2,), float(number))),
         )
         for number in range(count)
     ]
 
 
 def cache_of(records: Iterable[Sample], folder: Path, **more: Any) -> TensorCache:
-    return TensorCache.from_records(records, folder / "cache", schema=SCHEMA, optional=["reward"], **more)
+    return TensorCache.from_records(records, folder / "cache", schema=SCHEMA, **more)
 
 
 def test_a_row_a_record_with_every_field_as_it_was(tmp_path: Path) -> None:
@@ -85,19 +69,6 @@ def test_a_row_a_record_with_every_field_as_it_was(tmp_path: Path) -> None:
     assert [record.tags for record in records] == rows["tags"]
     assert [record.raw for record in records] == [bytes(row.tolist()) for row in rows["raw"]]
     assert all(torch.equal(torch.from_numpy(r.tokens), got) for r, got in zip(records, rows["tokens"], strict=True))
-    assert [record.span.start if record.span else 0 for record in records] == rows["span.start"].tolist()
-
-
-def test_a_field_of_none_is_missing_and_not_nan(tmp_path: Path) -> None:
-    records = samples(10)
-
-    rows = cache_of(records, tmp_path)[:]
-
-    assert [record.reward is not None for record in records] == rows["reward.present"].tolist()
-    assert [record.reward or 0.0 for record in records] == rows["reward"].tolist()
-    assert [record.span is not None for record in records] == rows["span.weights.present"].tolist()
-    assert "id.present" not in rows
-    assert "tags.present" not in rows  # JSON has null
 
 
 def test_a_batch_of_empty_rows_behind_others_is_read_back(tmp_path: Path) -> None:
@@ -131,17 +102,6 @@ def test_numbers_are_what_torch_takes_them_for(records: list[Any], columns: dict
         assert torch.equal(torch.tensor(np.array(values).tolist(), dtype=dtype), cache[:][name])
 
 
-def test_dicts_without_a_key_and_dicts_of_tensors() -> None:
-    records = [{"at": {"x": torch.ones(2)}, "chat": {"role": "user"}, "n": 1}, {"chat": {}, "n": None}]
-
-    rows = TensorCache.from_records(records, optional=["at.x", "n"])[:]
-
-    assert [[1.0, 1.0], [0.0, 0.0]] == rows["at.x"].tolist()
-    assert [True, False] == rows["at.x.present"].tolist()
-    assert [True, False] == rows["n.present"].tolist()
-    assert [{"role": "user"}, {}] == rows["chat"]
-
-
 def test_tensorclasses_and_tensordicts() -> None:
     tensordict = pytest.importorskip("tensordict")
 
@@ -149,37 +109,28 @@ def test_tensorclasses_and_tensordicts() -> None:
     class Row:
         x: torch.Tensor
         text: str
-        maybe: torch.Tensor | None = None
 
-    rows = TensorCache.from_records(
-        [
-            Row(x=torch.ones(3), text="a", batch_size=[]),
-            Row(x=torch.zeros(3), text="b", maybe=torch.ones(1), batch_size=[]),
-        ],
-        schema={"maybe": (torch.float32, (1,))},
-    )[:]
-    nested = tensordict.TensorDict({"a": torch.arange(4), "in": {"b": torch.rand(4, 2)}}, [4])
+    rows = TensorCache.from_records([Row(x=torch.ones(3), text="a", batch_size=[])])[:]
+    flat = tensordict.TensorDict({"a": torch.arange(4)}, [4])
 
-    assert [[1.0] * 3, [0.0] * 3] == rows["x"].tolist()
-    assert ["a", "b"] == rows["text"]
-    assert [False, True] == rows["maybe.present"].tolist()
-    assert_equal({"a": nested["a"], "in.b": nested["in", "b"]}, TensorCache.from_records(nested)[:])
+    assert [[1.0] * 3] == rows["x"].tolist()
+    assert ["a"] == rows["text"]
+    assert torch.equal(flat["a"], TensorCache.from_records(flat)[:]["a"])
 
 
 def test_the_caller_specifies_fields_that_the_first_record_leaves_open() -> None:
-    first = {"tokens": torch.arange(3), "score": 1, "late": 1.5}
-    later = {"tokens": torch.arange(5), "score": 2.5, "late": None}
+    first = {"tokens": torch.arange(3), "score": 1, "chat": {"role": "user"}}
+    later = {"tokens": torch.arange(5), "score": 2.5}
 
     rows = TensorCache.from_records(
         [first, later],
         schema={"tokens": (torch.int64, (None,)), "score": (torch.float64, ()), "extra": "json"},
-        optional=["late"],
     )[:]
 
     assert [[0, 1, 2], [0, 1, 2, 3, 4]] == [row.tolist() for row in rows["tokens"]]
     assert [1.0, 2.5] == rows["score"].tolist()
     assert torch.float64 == rows["score"].dtype
-    assert [True, False] == rows["late.present"].tolist()
+    assert [{"role": "user"}, None] == rows["chat"]
     assert [None, None] == rows["extra"]
 
 
@@ -206,7 +157,11 @@ FIRST = {"x": 1, "t": torch.ones(2), "s": "a"}
         ([], "there are no records to infer columns from: pass schema="),
         ([3], "int is not a record: give dataclasses"),
         ([{"x": None}], "'x' is None in the first record: describe it, as in schema={'x'"),
-        ([FIRST, FIRST | {"x": None}], "'x' is None in record 1, but not in the first one: pass optional=['x']"),
+        ([FIRST, FIRST | {"x": None}], "'x' of record 1 is a NoneType, but its column holds torch.int64"),
+        (
+            [{"x": {"y": torch.ones(2)}}],
+            "column 'x' (",
+        ),
         ([FIRST, FIRST | {"x": 1.5}], "'x' of record 1 is torch.float32 of shape (), but its column holds torch.int64"),
         ([FIRST, FIRST | {"x": 1 << 70}], "'x' of record 1 is a int, but its column holds"),
         ([FIRST, FIRST | {"t": torch.ones(3)}], "'t' of record 1 is torch.float32 of shape (3,), but its column holds"),
@@ -223,16 +178,11 @@ FIRST = {"x": 1, "t": torch.ones(2), "s": "a"}
 def test_a_record_that_does_not_fit_is_refused_and_leaves_nothing(
     tmp_path: Path, records: list[Any], words: str
 ) -> None:
-    with pytest.raises(CacheError) as found:
+    with pytest.raises((CacheError, DtypeMismatchError)) as found:
         TensorCache.from_records(records, tmp_path / "cache")
 
     assert words in str(found.value)
     assert [] == os.listdir(tmp_path)
-
-
-def test_an_unknown_name_in_optional_is_refused() -> None:
-    with pytest.raises(CacheError, match="optional= has the unknown fields 'z': the records have 'x'"):
-        TensorCache.from_records([{"x": 1}], optional=["z"])
 
 
 def test_a_failure_leaves_a_folder_as_it_was_and_a_cache_that_is_there_alone(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_rows_of_every_form_of_index_are_pairs(cache: TensorCache) -> None:
     cache[:] = {"t": pairs(N), "x": torch.arange(N)}
     for _ in range(3):  # the second and third time, from memory
         whole = cache[:]["t"]
-        for index in (3, [4, 1], slice(2, 5), torch.tensor([[0, 1, 2], [5, 5, 5]])):
+        for index in (3, [4, 1], slice(2, 5), torch.tensor([5, 0, 5])):
             assert_equal(TopLogps(whole.ids[index], whole.logps[index]), cache[index]["t"])
     assert torch.equal(whole.ids[7], cache.get(7, ["t"], device="cpu")["t"].ids)
     assert (2, K) == cache.get([0, 1], ["t"], device="meta")["t"].logps.shape
@@ -163,7 +163,6 @@ def test_texts_of_different_lengths_have_a_row_per_token(tmp_path: Path) -> None
     padded = cache.get([0, 2], ragged="padded", padding=-1)["t"]
     assert torch.equal(torch.nn.functional.pad(texts[0].ids, (0, 0, 0, 2), value=-1), padded.ids[0])
     assert [-1.0] * K == padded.logps[0, -1].tolist()
-    assert [3, 0, 5] == cache.lengths("t").tolist()
     assert torch.equal(texts[2].ids, cache[2]["t"].ids)
 
 

@@ -169,13 +169,11 @@ def test_rows_that_do_not_begin_at_a_multiple_of_their_elements_are_mapped_too(t
     values = (torch.randn(100, *row_shape) * 9).to(dtype)
     (tmp_path / "rows").write_bytes(bytes(start) + values.contiguous().view(torch.uint8).numpy().tobytes())
     file = rowfile.RowFile(tmp_path / "rows", start, dtype, row_shape, writes=False)
-    numbers, out = torch.tensor([99, 0, 42]), torch.empty(3, *row_shape, dtype=dtype)
+    numbers = torch.tensor([99, 0, 42])
 
     for _ in range(2):
         assert torch.equal(values[5:80], file.read(Rows.run(5, 80)))
         assert torch.equal(values[numbers], file.read(Rows(numbers.numpy())))
-        assert torch.equal(values[7:10], file.read(Rows.run(7, 10), out))
-        assert torch.equal(values[numbers], file.read(Rows(numbers.numpy()), out))
     assert file.mapped is not None
     file.close()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import offload
 from offload import cli
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.conversion import convert_checkpoint
-from offload.checkpoints.dcp import Shard, _is_cut_into
+from offload.checkpoints.dcp import Shard, _is_grid
 from offload.checkpoints.verify import verify
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.tensor.views import handle_of
@@ -104,13 +104,10 @@ def metadata(folder: Path, change: Callable[[Any], None]) -> None:
     path.write_bytes(pickle.dumps(found))
 
 
-def test_values_are_referenced_where_they_lie_and_other_entries_are_reported(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_are_referenced_where_they_lie_and_other_entries_are_left_out(folder: Path) -> None:
     before = contents(folder)
 
-    with caplog.at_level(logging.INFO, logger="offload"):
-        found = offload.load_file(folder)
+    found = offload.load_file(folder)
 
     assert STATE.keys() == found.keys()
     for name, value in STATE.items():
@@ -118,7 +115,6 @@ def test_values_are_referenced_where_they_lie_and_other_entries_are_reported(
         assert found[name].stride() == value.stride()
         assert not handle_of(found[name]).owned
     assert before == contents(folder)
-    assert "left out 2 entries that are not tensors of the model, such as step" in caplog.text
 
 
 def test_complex128_is_named_where_no_kernel_reads_it(tmp_path: Path) -> None:
@@ -200,7 +196,7 @@ def test_a_missing_file_is_named(sharded: Path, tmp_path: Path) -> None:
 
     with pytest.raises(MissingFileError, match=r"__1_0\.distcp, which holds .*, is missing"):
         open_checkpoint(tmp_path / "saved")
-    assert ["__1_0.distcp"] == [finding.path.name for finding in verify(tmp_path / "saved").findings]
+    assert ["__1_0.distcp, which holds" in finding for finding in verify(tmp_path / "saved").findings] == [True]
 
 
 CUTS = {
@@ -216,7 +212,7 @@ def test_a_file_that_is_cut_off_is_named(name: str, kept: int, folder: Path) -> 
 
     with pytest.raises(CorruptFileError, match=CUTS[name][0]):
         open_checkpoint(folder)
-    assert [path.name] == [finding.path.name for finding in verify(folder).findings]
+    assert [path.name in finding for finding in verify(folder).findings] == [True]
 
 
 class Bomb:
@@ -286,49 +282,23 @@ def test_metadata_that_contradicts_itself_or_the_files_is_refused(
     assert not verify(tmp_path / "saved").is_whole
 
 
-def _tiles(shape: tuple[int, ...], seed: int) -> list[Shard]:
-    """A random guillotine cut of a shape."""
-    rng, boxes = random.Random(seed), [((0,) * len(shape), shape)]
-    for _ in range(12):
-        start, sides = boxes.pop(rng.randrange(len(boxes)))
-        at = rng.randrange(len(shape))
-        low = rng.randint(0, sides[at])
-        lower = (*sides[:at], low, *sides[at + 1 :])
-        upper = (*sides[:at], sides[at] - low, *sides[at + 1 :])
-        boxes += [(start, lower), ((*start[:at], start[at] + low, *start[at + 1 :]), upper)]
-    return [Shard("file", "key", 0, 1, *box) for box in boxes if 0 not in box[1]]
-
-
 @pytest.mark.parametrize("seed", range(10))
-def test_shards_tile_a_shape_if_each_element_is_in_one_of_them(seed: int) -> None:
+def test_shards_are_a_grid_if_each_element_is_in_one_of_them(seed: int) -> None:
     rng = random.Random(seed)
     shape = (6, 5, 4)[: 1 + seed % 3]
-    shards = _tiles(shape, seed)
+    cuts = [sorted({0, side, *rng.sample(range(side), 2)}) for side in shape]
+    corners = product(*(pairwise(cut) for cut in cuts))
+    shards = [
+        Shard("file", "key", 0, 1, tuple(low for low, _ in corner), tuple(end - low for low, end in corner))
+        for corner in corners
+    ]
     moved = rng.randrange(len(shards))
     start = tuple(rng.randint(0, side - part) for side, part in zip(shape, shards[moved].shape, strict=True))
     changed = [*shards[:moved], replace(shards[moved], start=start), *shards[moved + 1 :]]
-    counts = torch.zeros(shape)
-    for shard in changed:
-        counts[tuple(slice(at, at + side) for at, side in zip(shard.start, shard.shape, strict=True))] += 1
 
-    assert _is_cut_into(shape, tuple(shards))
-    assert bool((counts == 1).all()) == _is_cut_into(shape, tuple(changed))
-
-
-def test_the_work_for_shards_grows_with_their_number_alone() -> None:
-    """Of one row: the sums are taken from each shard once, and not from each pair."""
-
-    class Counted(tuple):
-        reads = 0
-
-        def __getitem__(self, at: Any) -> Any:
-            Counted.reads += 1
-            return super().__getitem__(at)
-
-    shards = tuple(Shard("file", "key", 0, 1, Counted((0, at)), Counted((1, 1))) for at in range(500))
-
-    assert _is_cut_into((1, 500), shards)
-    assert 10 * len(shards) > Counted.reads > 0
+    assert _is_grid(shape, tuple(shards))
+    assert (start == shards[moved].start) == _is_grid(shape, tuple(changed))
+    assert not _is_grid(shape, tuple(shards[:-1]))
 
 
 def test_several_models_are_refused(tmp_path: Path) -> None:
@@ -341,7 +311,7 @@ def test_several_models_are_refused(tmp_path: Path) -> None:
 def test_a_save_that_was_not_finished_is_refused(folder: Path) -> None:
     (folder / ".metadata").unlink()
 
-    with pytest.raises(CheckpointError, match=r"\.distcp files but no \.metadata"):
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
         open_checkpoint(folder)
 
 

@@ -96,7 +96,7 @@ def test_blocks_of_no_numbers_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["bnb-nf4", "bnb-int8"])
 def test_bitsandbytes_is_recognised_without_the_methods_name(form: str, tmp_path: Path) -> None:
-    """As its first configurations were written; what is changed and what is converted then depend on it, too."""
+    """As its first configurations were written; what is converted then depends on it, too."""
     FORMS[form].write(tmp_path / "named")
     shutil.copytree(tmp_path / "named", tmp_path / "unnamed")
     settings = tmp_path / "unnamed" / "config.json"
@@ -108,10 +108,5 @@ def test_bitsandbytes_is_recognised_without_the_methods_name(form: str, tmp_path
     expected = offload.from_pretrained(tmp_path / "named").state_dict()
 
     assert all(torch.equal(expected[name].materialize(), one.materialize()) for name, one in found.state_dict().items())
-    weight = found.get_parameter("model.layers.1.mlp.down_proj.weight")
-    weight.update_values(weight.materialize() * 2)
-    found.save_pretrained(tmp_path / "changed")
-    saved = json.loads((tmp_path / "changed" / "config.json").read_text())["quantization_config"]
-    assert {"model.layers.1.mlp.down_proj", "lm_head"} <= set(saved["llm_int8_skip_modules"])
     with pytest.raises(CheckpointError, match=r"quantized \(bitsandbytes\)"):
         convert_checkpoint(tmp_path / "unnamed", tmp_path / "cast", dtype=torch.float32)

@@ -19,7 +19,7 @@ from tests.prefetch.delayed_device import on_the_device
 
 _USUAL = ("fp8-fp4-experts", "ct-w4a16-asym", "bnb-nf4-double", "gptq-act-order", "gguf-q4_k_m")
 # In float32, decoded on the CPU.
-_BY_NUMPY = ("gguf-iq", "gguf-tq", "gguf-q2_k", "gguf-q3_k", "gguf-mxfp4", "gguf-nvfp4")
+_BY_NUMPY = ("gguf-tq", "gguf-mxfp4", "gguf-nvfp4")
 _MUCH = 1.02  # of the stored bytes that may cross the bus
 
 

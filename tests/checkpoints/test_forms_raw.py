@@ -78,25 +78,6 @@ def test_a_checkpoint_with_the_configuration_of_another_form_is_decoded_or_refus
     assert [] == wrong
 
 
-@pytest.mark.parametrize("form", ["fp8-llama", "fp8-tensor-static", "fp8-scale-name", "fp8-qwen3_moe"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2])
-def test_other_floats_beside_scales_are_multiplied_as_in_transformers(form: str, dtype: torch.dtype, tmp_path: Path):
-    FORMS[form].write(tmp_path)
-    rewritten(
-        tmp_path,
-        lambda values: values.update(
-            {name: value.to(dtype) for name, value in values.items() if value.dtype == torch.float8_e4m3fn}
-        ),
-    )
-
-    expected, found = FORMS[form].plain(tmp_path).state_dict(), offload.from_pretrained(tmp_path).state_dict()
-
-    for _ in range(2):  # decoding one does not change what is stored
-        assert [] == [name for name in expected if not torch.equal(expected[name], offload.materialize(found[name]))]
-    rows = found["model.layers.0.self_attn.q_proj.weight"][3:5]
-    assert torch.equal(expected["model.layers.0.self_attn.q_proj.weight"][3:5], rows.materialize())
-
-
 def as_dtype(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda values: values.update({LAYER: values[LAYER].to(dtype)})
 
@@ -112,9 +93,10 @@ def and_dense_experts(values: dict[str, torch.Tensor]) -> None:
 REFUSED = {
     "fp8, bytes": ("fp8-llama", as_dtype(torch.uint8), None, "not 8-bit floats"),
     "fp8, integers": ("fp8-llama", as_dtype(torch.int32), None, "not 8-bit floats"),
+    "fp8, bfloat16": ("fp8-llama", as_dtype(torch.bfloat16), None, "not 8-bit floats"),
     "FBGEMM, bfloat16": ("ct-fp8-channel", as_dtype(torch.bfloat16), SAID["fbgemm"], "not 8-bit floats"),
-    "compressed-tensors, bfloat16": ("ct-fp8-channel", as_dtype(torch.bfloat16), None, "says float-quantized"),
-    "compressed-tensors, bytes": ("ct-w8a8", as_dtype(torch.uint8), None, "says int-quantized"),
+    "compressed-tensors, bfloat16": ("ct-fp8-channel", as_dtype(torch.bfloat16), None, "the weight is dense"),
+    "compressed-tensors, bytes": ("ct-w8a8", as_dtype(torch.uint8), None, "the weight is dense"),
     "bitsandbytes, bfloat16": ("bnb-int8", as_dtype(torch.bfloat16), None, "the weight is not int8"),
     "GPTQ, dense too": ("gptq", and_dense, None, "packed and dense"),
     "AWQ, dense too": ("awq", and_dense, None, "packed and dense"),
@@ -139,27 +121,12 @@ def test_a_weight_beside_scales_that_is_not_packed_so_is_refused_by_name(case: s
     assert str(tmp_path / "model.safetensors") in str(raised.value)
 
 
-def test_a_dense_weight_of_compressed_tensors_that_has_a_scale_for_training_is_dense(tmp_path: Path) -> None:
-    FORMS["ct-w8a8"].write(tmp_path)
-    rewritten(tmp_path, as_dtype(torch.bfloat16))
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    config["config_groups"]["group_1"] = {
-        "targets": [LAYER.removesuffix(".weight")],
-        "weights": {"num_bits": 8},
-        "format": "dense",
-    }
-    say(tmp_path, config)
-
-    found = offload.from_pretrained(tmp_path).state_dict()[LAYER]
-
-    assert torch.equal(load_file(tmp_path / "model.safetensors")[LAYER], found.materialize())
-
-
 def test_the_scale_of_a_norm_is_kept_as_it_is(tmp_path: Path) -> None:
     from offload.checkpoints.checkpoint import open_checkpoint
     from offload.checkpoints.forms.formats import values_in
 
-    stored = {"clip.scale": torch.ones(3), "layer.weight": torch.ones(2, 2), "layer.scale": torch.full((1, 1), 3.0)}
+    weight = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    stored = {"clip.scale": torch.ones(3), "layer.weight": weight, "layer.scale": torch.full((1, 1), 3.0)}
     save_file(stored, tmp_path / "model.safetensors")
 
     found = values_in(open_checkpoint(tmp_path), {"quant_method": "fp8"}).tensors

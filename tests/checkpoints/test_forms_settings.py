@@ -49,20 +49,10 @@ HADAMARD = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "locatio
 REFUSED: dict[str, tuple[str, tuple[str, ...], Any]] = {
     "rotated weights": ("ct-w4a16", ("transform_config",), {"config_groups": HADAMARD}),
     "experts left out": ("ct-w4a16", ("moe_sparsity_config",), {"sparsity_structure": "2:4"}),
-    "columns in another order": ("ct-w4a16", ("config_groups", "group_0", "weights", "actorder"), "group"),
-    "weights quantized at each use": ("ct-w4a16", ("config_groups", "group_0", "weights", "dynamic"), True),
-    "another kind of number": ("ct-w4a16", ("config_groups", "group_0", "weights", "type"), "posit"),
-    "another kind of experts": ("fp8-fp4-experts", ("expert_dtype",), "fp6"),
-    "another format of scales": ("fp8-llama", ("scale_fmt",), "e3m4"),
     "rotated GPTQ": ("gptq", ("rotation",), "hadamard"),
-    "some layers in 8 bits, GPTQModel": ("gptq", ("dynamic",), {"+:.*down_proj.*": {"bits": 8}}),
-    "some layers in 8 bits, auto-round": ("gptq", ("extra_config",), {"model.layers.0.mlp.up_proj": {"bits": 8}}),
     "a kernel's form": ("gptq", ("checkpoint_format",), "marlin"),
     "a kernel's form, by the new name": ("gptq", ("format",), "bitblas"),
     "3 bits": ("gptq", ("bits",), 3),
-    "floats in GPTQ": ("gptq", ("data_type",), "mx_fp"),
-    "auto-round's own words": ("gptq", ("packing_format",), "auto_round:exllamav2"),
-    "words of 16 bits": ("gptq", ("pack_dtype",), "int16"),
     "AWQ for another kernel": ("awq", ("version",), "gemv"),
     "AWQ for another kernel, by the new name": ("awq", ("format",), "gemv_fast"),
 }
@@ -81,16 +71,10 @@ def test_settings_that_are_not_carried_out_are_refused_by_name(case: str, tmp_pa
     assert str(tmp_path) in str(raised.value)
 
 
-def test_every_setting_with_values_of_its_own_is_tried() -> None:
-    tried = {way[-1] for _, way, _ in REFUSED.values()}
-
-    assert set() == {key for form in FORMATS.values() for key in form.followed} - tried
-
-
 @pytest.mark.parametrize("value", [None, False, {}, [], ""])
 def test_settings_whose_values_say_nothing_are_ignored(value: Any) -> None:
-    for method, form in FORMATS.items():
-        assert {} == unpacked({}, {"quant_method": method, **dict.fromkeys(("rotation", *form.followed), value)})
+    for method in FORMATS:
+        assert {} == unpacked({}, {"quant_method": method, "rotation": value, "checkpoint_format": value})
 
 
 PIECES = {
@@ -134,8 +118,6 @@ OTHERS: dict[str, dict[tuple[str, ...], Any]] = {
     "fp8-llama": {("weight_block_size",): [64, 64], ("quant_method",): "gptq"},
     "gptq": {("bits",): 8, ("group_size",): 64, ("checkpoint_format",): "gptq_v2", ("quant_method",): "awq"},
     "awq": {("bits",): 8, ("group_size",): 64, ("quant_method",): "gptq"},
-    "bnb-nf4": {("load_in_8bit",): True, ("_load_in_8bit",): True, ("quant_method",): "gptq"},
-    "bnb-int8": {("load_in_4bit",): True, ("_load_in_4bit",): True},
     "ct-w4a16": {
         ("quant_method",): "gptq",
         ("config_groups",): {},
@@ -164,6 +146,21 @@ def test_another_value_of_a_key_that_is_followed_gives_other_weights_or_an_error
     except CheckpointError:
         return
     assert any(not torch.equal(right[name], found[name]) for name in right)
+
+
+@pytest.mark.parametrize(("stored_in", "said"), [(8, 4), (2, 4), (4, 8), (4, 2)])
+def test_a_layer_of_gptq_in_other_bits_is_refused_by_its_shapes(stored_in: int, said: int, tmp_path: Path) -> None:
+    """Where `dynamic` of GPTQModel, or `extra_config` of auto-round, gives a layer bits of its own."""
+    pieces = {
+        "qweight": torch.zeros(96 * stored_in // 32, 64, dtype=torch.int32),
+        "qzeros": torch.zeros(1, 64 * stored_in // 32, dtype=torch.int32),
+        "scales": torch.ones(1, 64).half(),
+        "g_idx": torch.zeros(96, dtype=torch.int32),
+    }
+    settings = {"quant_method": "gptq", "bits": said, "dynamic": {"+:.*layer.*": {"bits": stored_in}}}
+
+    with pytest.raises(CheckpointError, match="do not make 1 groups of 64 outputs"):
+        unpacked(stored(tmp_path, {f"layer.{name}": piece for name, piece in pieces.items()}), settings)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -195,16 +192,6 @@ def test_the_second_version_of_gptq_is_known_by_either_name(tmp_path: Path) -> N
 
     assert not [name for name in first if not torch.equal(found[0][name], found[1][name])]
     assert [name for name in first if not torch.equal(found[0][name], first[name])]
-
-
-def test_settings_within_settings_are_looked_at_too(tmp_path: Path) -> None:
-    FORMS["ct-w4a16"].write(tmp_path)
-    inner = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    inner.pop("quant_method")
-    say(tmp_path, {"quant_method": "compressed-tensors", "quantization_config": {**inner, "rotation": 1}})
-
-    with pytest.raises(CheckpointError, match="rotation"):
-        offload.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["aqlm", "auto-round", "eetq", "hqq", "quanto", "quark", "spqr", "vptq", "modelopt"])

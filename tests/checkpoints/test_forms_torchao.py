@@ -160,15 +160,11 @@ def test_metadata_that_does_not_list_tensors_is_refused(notes: dict[str, str], t
         offload.from_pretrained(tmp_path / "source")
 
 
-def test_a_cast_leaves_the_parts_of_weights_as_they_are(tmp_path: Path) -> None:
-    """Scales belong to their numbers; what is whole is cast."""
+def test_a_cast_of_quantized_weights_is_refused(tmp_path: Path) -> None:
+    """Scales belong to their numbers; with a configuration that says so, or without."""
     file = written("torchao-int8", tmp_path / "source") / "model.safetensors"
-    file = file.rename(tmp_path / "alone.safetensors")
 
-    convert_checkpoint(file, tmp_path / "cast", dtype=torch.float16)
-
-    before, after = load_file(file), load_file(tmp_path / "cast" / "model.safetensors")
-    parts = {key for key in before if "._weight_" in key}
-    assert len(before) > len(parts) > 0
-    assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in parts)
-    assert {torch.float16} == {after[key].dtype for key in before.keys() - parts}
+    for source in (tmp_path / "source", file):
+        with pytest.raises(CheckpointError, match=r"scales can't be converted to torch\.float16"):
+            convert_checkpoint(source, tmp_path / "cast", dtype=torch.float16)
+    assert not (tmp_path / "cast").exists()

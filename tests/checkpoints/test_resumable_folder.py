@@ -26,10 +26,10 @@ def must_succeed(call: faults.Call) -> bool:
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["error", "kill"])
-def test_until_a_run_is_noted_the_same_call_succeeds_without_resume(is_killed: bool, private_place: Path) -> None:
+def test_the_same_call_goes_on_wherever_a_run_ended(is_killed: bool, private_place: Path) -> None:
     def killed() -> None:
         with faults.killed(index):
-            resumed(folder, resume=False)
+            resumed(folder)
 
     for index in itertools.count():
         folder = private_place / str(index)
@@ -37,17 +37,14 @@ def test_until_a_run_is_noted_the_same_call_succeeds_without_resume(is_killed: b
             assert -signal.SIGKILL == ended(forked(killed))
         else:
             with faults.failing(index, errno.ENOSPC, only=must_succeed), pytest.raises(WriteError):
-                resumed(folder, resume=False)
-        if (folder / "new.partial").exists():
-            break
-        assert ["value"] == resumed(folder, resume=False)
+                resumed(folder)
+        is_begun = (folder / "new.partial").exists()
+        assert ["value"] == resumed(folder)
         assert ["new"] == os.listdir(folder)
+        if is_begun:
+            break
 
     assert index > 3
-    with pytest.raises(JournalError, match="has an unfinished run: continue it"):
-        resumed(folder, resume=False)
-    assert ["value"] == resumed(folder)
-    assert ["new"] == os.listdir(folder)
 
 
 def left_by_a_dead_process(folder: Path) -> None:
@@ -61,39 +58,37 @@ def left_by_a_dead_process(folder: Path) -> None:
     assert 1 == len(os.listdir(folder))
 
 
-@pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", [lambda folder: None, left_by_a_dead_process], ids=["empty", "temporary"])
-def test_a_folder_without_files_of_a_run_counts_as_not_there(left, resume, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_folder_without_files_of_a_run_counts_as_not_there(left, tmp_path):  # type: ignore[no-untyped-def]
     (tmp_path / "new.partial").mkdir()
     left(tmp_path / "new.partial")
 
-    assert ["value"] == resumed(tmp_path, resume=resume)
+    assert ["value"] == resumed(tmp_path)
 
     assert ["new"] == os.listdir(tmp_path)
 
 
-def refused(error: type[Exception], words: str, target: Path, run: object = RUN, *, resume: bool = True) -> None:
-    with pytest.raises(error, match=words), resumable_folder(target, run, resume=resume):
+def refused(error: type[Exception], words: str, target: Path, run: object = RUN) -> None:
+    with pytest.raises(error, match=words), resumable_folder(target, run):
         pass
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_folder_of_others_is_left_as_it_is(resume: bool, tmp_path: Path) -> None:
+def test_a_folder_of_others_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis").write_text("mine")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link.partial").symlink_to(tmp_path / "elsewhere")
 
     with pytest.raises(MissingFileError, match="holds no run that could be resumed"):
-        resumed(tmp_path, resume=resume)
-    refused(MissingFileError, "holds no run that could be resumed", tmp_path / "link", resume=resume)
+        resumed(tmp_path)
+    refused(MissingFileError, "holds no run that could be resumed", tmp_path / "link")
 
     assert ["thesis"] == os.listdir(tmp_path / "new.partial")
     assert [] == os.listdir(tmp_path / "elsewhere")
 
 
 def test_a_run_that_failed_before_any_progress_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), resumable_folder(tmp_path / "new", RUN, resume=False):
+    with pytest.raises(ZeroDivisionError), resumable_folder(tmp_path / "new", RUN):
         raise ZeroDivisionError
 
     assert [] == os.listdir(tmp_path)
@@ -104,7 +99,7 @@ def test_another_run_does_not_go_on_with_it(tmp_path: Path) -> None:
         put_file(work / "value", b"1")
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), resumable_folder(tmp_path / "new", RUN, resume=False) as work:
+    with pytest.raises(ZeroDivisionError), resumable_folder(tmp_path / "new", RUN) as work:
         fail(work)
 
     refused(JournalError, "has an unfinished run with another size", tmp_path / "new", {**RUN, "size": 4})

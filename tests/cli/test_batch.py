@@ -13,10 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from offload.cli import main
-from offload.cli.requests import lines_of, parsed
 from offload.generation import chat as chats
 from tests.cli.test_cli import tokens_in_memory
-from tests.processes import run_module
 from tests.serving.servers import TEMPLATE, saved, tiny_tokenizer
 
 
@@ -30,11 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Done(NamedTuple):
-    """The exit code, the lines of answers and of refusals, and what was printed."""
+    """The exit code, the lines of answers, and what was printed."""
 
     code: int
     answers: list[dict[str, Any]]
-    refused: list[dict[str, Any]]
     out: str
     err: str
 
@@ -42,6 +39,12 @@ class Done(NamedTuple):
     def texts(self) -> dict[str, str]:
         """Of chats."""
         return {said["custom_id"]: choice(said)["message"]["content"] for said in self.answers}
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Why, by the number of the line."""
+        said = (line.removeprefix("offload: line ").partition(": ") for line in self.err.splitlines())
+        return {int(number): why for number, _, why in said if number.isdecimal()}
 
 
 def choice(said: dict[str, Any]) -> dict[str, Any]:
@@ -56,8 +59,7 @@ def batch(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> C
         written(tmp_path / "in", lines)
         target = tmp_path / name
         code = main(["batch", str(model), str(tmp_path / "in"), str(target), *options])
-        files = (target, tmp_path / f"{name}.errors.jsonl")
-        return Done(code, *(read(path) if path.is_file() else [] for path in files), *capsys.readouterr())
+        return Done(code, read(target), *capsys.readouterr())
 
     return run
 
@@ -65,6 +67,10 @@ def batch(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> C
 def request(at: int, **body: Any) -> dict[str, Any]:
     asked = {"messages": [{"role": "user", "content": f"w{at % 90 + 1} w{at % 7}"}], "max_tokens": 2 + at % 5, **body}
     return {"custom_id": f"request {at}", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+
+
+def continued(custom_id: str, prompt: Any, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "body": {"prompt": prompt, **body}}
 
 
 def written(path: Path, lines: list[Any]) -> None:
@@ -90,11 +96,11 @@ def test_each_request_gets_the_answer_of_the_model_in_memory(folder, batch):
     for at in (0, 6):
         asked = f"{request(at)['body']['messages'][0]['content']} "
         assert plain_answer(folder, asked, 2 + at % 5) == done.texts[f"request {at}"]
-    assert [] == done.refused
+    assert {} == done.refused
 
 
 def test_answers_have_the_form_of_inference_servers(batch):
-    done = batch([request(1, max_tokens=3), {"prompt": "w1 w2", "custom_id": "p"}], "--max-new-tokens", "2")
+    done = batch([request(1, max_tokens=3), continued("p", "w1 w2")], "--max-new-tokens", "2")
 
     chat, text = sorted(done.answers, key=lambda said: said["custom_id"] == "p")
     assert {"custom_id", "response", "error"} == chat.keys()
@@ -111,25 +117,22 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(batch):
     bad: dict[str, Any] = {
         "not valid JSON": "{",
         "not a JSON object": "[1]",
-        "neither messages nor a prompt": {"custom_id": "a"},
-        "both messages and a prompt": {"custom_id": "b", "messages": [{"role": "user"}], "prompt": "w1"},
-        "not a non-empty string": {"custom_id": 3, "prompt": "w1"},
+        "messages are not a list": {"custom_id": "a", "body": {}},
+        "messages is not supported": {"custom_id": "b", "body": {"messages": [{"role": "user"}], "prompt": "w1"}},
+        "not a non-empty string": continued(3, "w1"),  # type: ignore[arg-type]
+        "body is not": {"custom_id": "d", "prompt": "w1"},
         "an earlier line": request(1),
         "max_tokens is 0": request(2, max_tokens=0),
         "temperature is": request(3, temperature="hot"),
-        "top_p is 2": request(4, top_p=2),
-        "stop is 3": request(6, stop=3),
-        "64 of the prompt and 1 more are too many": {"custom_id": "c", "prompt": "w1 " * 64},
-        "a message has no role": request(7, messages=[1]),
-        "": request(8, messages=[{"role": "user", "content": {"a": 1}, "x": 1}, {"role": "user"}]),  # by the template
+        "n is not supported": request(4, n=2),
+        "a line of its own": continued("e", ["w1", "w2"]),
+        "64 of the prompt and 1 more are too many": continued("c", "w1 " * 64, max_tokens=1),
     }
-    done = batch([request(1), *bad.values(), request(9)])
+    done = batch([request(1), *bad.values(), "", request(9)])
 
-    told = {said["error"]["line"]: said["error"]["message"] for said in done.refused}
     assert 1 == done.code
-    assert {"request 1", "request 9"} <= done.texts.keys()
-    assert [] == [words for at, words in enumerate(bad, start=2) if words and words not in told[at]]
-    assert all(said["response"] is None for said in done.refused)
+    assert {"request 1", "request 9"} == done.texts.keys()
+    assert [] == [words for at, words in enumerate(bad, start=2) if words not in done.refused.get(at, "")]
 
 
 def test_answers_are_greedy_where_the_model_s_settings_ask_for_beams(folder, batch, tmp_path):
@@ -141,22 +144,11 @@ def test_answers_are_greedy_where_the_model_s_settings_ask_for_beams(folder, bat
     assert plain.texts == beams.texts
 
 
-def test_an_unknown_option_is_one_warning(batch):
-    done = batch([request(1), request(2, n=2, tools=None), {"custom_id": "p", "prompt": "w1", "n": 1, "echo": True}])
+def test_log_probabilities_of_a_prompt_and_its_answer_are_in_the_line(batch):
+    [said] = batch([continued("p", "w1 w2", max_tokens=1, logprobs=1, echo=True)]).answers
 
-    told = [f"offload: the option {name} is ignored, first on line {at}" for name, at in (("n", 2), ("echo", 3))]
-    assert told == [line for line in done.err.splitlines() if line.startswith("offload: ")]
-    assert (0, 3) == (done.code, len(done.answers))
-
-
-def test_figures_are_written_in_full(batch, monkeypatch):
-    """Not in scientific notation, however large they are."""
-    figures = {"tokens": 1234567, "tokens_per_second": 1234.5, "read_bytes_per_line": 98821.3}
-    monkeypatch.setattr("offload.cli.batch._Progress.figures", lambda _: figures)
-
-    said = [" ".join(line.split()) for line in batch([]).out.splitlines()]
-
-    assert {"answered 0", "tokens 1,234,567", "tokens per second 1,234", "read per line 98.8 kB"} <= set(said)
+    assert 3 == len(choice(said)["logprobs"]["token_logprobs"])
+    assert choice(said)["text"].startswith("w1 w2")
 
 
 ENDLESS = {
@@ -177,54 +169,19 @@ def test_a_chat_template_that_does_not_end_costs_one_request(folder, batch, tmp_
 
     assert 1 == done.code
     assert {"request 2", "request 4"} == done.texts.keys()
-    [refused] = done.refused
     too_much = "the chat template takes more than 1 s, or too much memory"
-    assert "request 3" == refused["custom_id"]
-    assert refused["error"]["message"].endswith("MemoryError" if what == "memory" else too_much)
+    assert [2] == [*done.refused]
+    assert done.refused[2].endswith("MemoryError" if what == "memory" else too_much)
 
 
 def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, batch, tmp_path):
     plain = shutil.copytree(folder, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
-    done = batch([{"custom_id": "a", "prompt": "w1", "max_tokens": 1}, request(1), request(2)], model=plain)
+    done = batch([continued("a", "w1", max_tokens=1), request(1), request(2)], model=plain)
 
     why = "the model has no chat template: give a prompt (of /v1/completions) instead of messages"
-    assert (1, [why, why]) == (done.code, [said["error"]["message"] for said in done.refused])
+    assert (1, {2: why, 3: why}) == (done.code, done.refused)
     assert ["a"] == [said["custom_id"] for said in done.answers]
-    errors = tmp_path / "out.errors.jsonl"
-    assert f"offload: 2 lines refused: see {errors}; the first is line 2: {why}\n" == done.err
-
-
-def test_a_request_that_the_model_rejects_does_not_stop_the_others(batch):
-    bad = ({"temperature": 1e-45, "max_tokens": 2}, {"temperature": 1, "top_p": 0, "max_tokens": 2}, {"seed": 2**70})
-    done = batch([*(request(at, **body) for at, body in enumerate(bad, 1)), request(4)])
-
-    assert "request 4" in done.texts
-    assert 4 == len(done.answers) + len(done.refused)
-    assert 0 < len(done.refused)
-
-
-def test_null_and_empty_options_are_ignored():
-    asked = {"max_completion_tokens": None, "max_tokens": 5, "logit_bias": None, "stop": ["", "w1"], "prompt": "w2"}
-
-    found = parsed(json.dumps(asked).encode(), 1)
-
-    assert (5, {"stop": ["w1"]}) == (found.asked.max_tokens, found.asked.options)
-
-
-def test_a_line_that_is_too_long_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload.cli.requests._LONGEST", 10)
-    (tmp_path / "in").write_bytes(b"1" * 35 + b"\n\n2\n" + b"3" * 10 + b"\n" + b"4" * 11 + b"\n5")
-
-    assert [1, 3, 4, 5, 6] == [number for number, _ in lines_of(tmp_path / "in")]
-
-
-def test_requests_may_be_piped_in(folder, tmp_path):
-    asked = json.dumps(request(1)).encode()
-    done = run_module("offload", "batch", folder, "-", tmp_path / "out", given=asked)
-
-    assert not done.returncode, done.stderr
-    assert ["request 1"] == [said["custom_id"] for said in read(tmp_path / "out")]
 
 
 def test_answered_requests_are_not_repeated(batch):
@@ -236,34 +193,30 @@ def test_answered_requests_are_not_repeated(batch):
     assert (first.answers, 5) == (done.answers[:3], len(done.answers))
 
 
-OTHERS = ("something else than answers", "something else than refused lines", "a regular file", "three different files")
-# Where answers and errors go, what is in "there" before, and which of the above is said.
-FILES: dict[str, tuple[str, str, str, str]] = {
-    "no JSON": ("there", "new", "not JSON\n", OTHERS[0]),
-    "other JSON": ("there", "new", '{"a": 1}\n', OTHERS[0]),
-    "no end": ("there", "new", "text without an end", OTHERS[0]),
-    "another number": ("there", "new", '{"custom_id": 1}\n', OTHERS[0]),
-    "answers, for errors": ("new", "there", '{"custom_id": "a", "response": {}, "error": null}\n', OTHERS[1]),
-    "a pipe": ("pipe", "new", "", OTHERS[2]),
-    "a device": (os.devnull, "new", "", OTHERS[2]),
-    "the requests": ("in", "new", "", OTHERS[3]),
-    "errors": ("new", "new", "", OTHERS[3]),
-}
+CONTENTS = {"no JSON": "not JSON\n", "other JSON": '{"a": 1}\n', "no end": "no end", "a number": '{"custom_id": 1}\n'}
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_foreign_files_are_not_written_to(folder, tmp_path, kind, capsys):
-    answers, errors, content, words = FILES[kind]
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_a_file_of_something_else_is_not_written_to(folder, tmp_path, kind, capsys):
     written(tmp_path / "in", [request(1)])
-    (tmp_path / "there").write_text(content, encoding="utf-8")
+    (tmp_path / "there").write_text(CONTENTS[kind], encoding="utf-8")
+
+    assert 1 == main(["batch", str(folder), str(tmp_path / "in"), str(tmp_path / "there")])
+
+    assert CONTENTS[kind] == (tmp_path / "there").read_text(encoding="utf-8")
+    assert "something else than answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "told"), [("pipe", "not a regular file"), ("in", "two different files")])
+def test_answers_go_to_a_file_of_their_own(folder, tmp_path, name, told, capsys):
+    written(tmp_path / "in", [request(1)])
     os.mkfifo(tmp_path / "pipe")
     before = (tmp_path / "in").read_bytes()
-    places = (folder, tmp_path / "in", tmp_path / answers, "--errors", tmp_path / errors)
 
-    assert 1 == main(["batch", *map(str, places)])
+    assert 1 == main(["batch", str(folder), str(tmp_path / "in"), str(tmp_path / name)])
 
-    assert (content, before) == ((tmp_path / "there").read_text(encoding="utf-8"), (tmp_path / "in").read_bytes())
-    assert words in capsys.readouterr().err
+    assert before == (tmp_path / "in").read_bytes()
+    assert told in capsys.readouterr().err
 
 
 def test_samples_follow_their_seed_and_end_at_a_stop_string(batch):
@@ -296,7 +249,7 @@ VALID: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("settings", VALID, ids=str)
 def test_valid_generation_settings_are_followed_and_the_text_is_given(settings, folder, batch, tmp_path, capsys):
     model = with_settings(folder, tmp_path / "model", **settings)
-    done = batch([{"prompt": "w1 w2"}], "--max-new-tokens", "3", model=model)
+    done = batch([continued("a", "w1 w2")], "--max-new-tokens", "3", model=model)
 
     assert 0 == main(["generate", str(model), "--prompt", "w1", "--max-new-tokens", "3", "--json"])
 
@@ -304,25 +257,16 @@ def test_valid_generation_settings_are_followed_and_the_text_is_given(settings, 
     assert [plain_answer(folder, "w1 w2", 3)] == [choice(said)["text"] for said in done.answers]
 
 
-@pytest.mark.parametrize("ends", ["95", 1.5, [[95]], {"a": 1}, ["w95"], True], ids=str)
-def test_an_end_that_is_not_a_token_is_refused_before_any_answer(ends, folder, batch, tmp_path, capsys):
-    model = with_settings(folder, tmp_path / "model", eos_token_id=ends)
-    done = batch([request(1)], model=model)
-
-    assert (1, 1) == (done.code, main(["generate", str(model), "--prompt", "w1"]))
-
-    for said in (done.err, capsys.readouterr().err):
-        line = said.splitlines()[-1]
-        assert f"{model} says in its generation_config.json" in line or "can't make a model from" in line
-
-
-@pytest.mark.parametrize("settings", [{"pad_token_id": "x"}, {"suppress_tokens": 5}, {"top_k": "a", "do_sample": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"pad_token_id": "x"}, {"eos_token_id": "95"}, {"suppress_tokens": 5}, {"top_k": "a", "do_sample": True}],
+)
 def test_generation_settings_that_are_malformed_refuse_each_request(settings, folder, batch, tmp_path):
     model = with_settings(folder, tmp_path / "model", **settings)
     done = batch([request(1, temperature=1.0), request(2, temperature=1.0)], model=model)
 
     assert 1 == done.code
-    assert "2 lines refused" in done.err or "can't make a model from" in done.err
+    assert 2 == len(done.refused) or "can't make a model from" in done.err
 
 
 def test_prompts_are_kept_for_later_requests(batch, tmp_path):
@@ -331,4 +275,4 @@ def test_prompts_are_kept_for_later_requests(batch, tmp_path):
     plain, done = batch(asked, name="a"), batch(asked, "--prompt-cache", str(tmp_path / "kept"), name="b")
 
     assert plain.texts == done.texts
-    assert (tmp_path / "kept" / "prompts.json").exists()
+    assert (tmp_path / "kept" / "prompts.lock").exists()

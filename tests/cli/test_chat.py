@@ -113,25 +113,3 @@ def test_a_seed_gives_the_same_answer_again_and_temperatures_give_others(folder,
     assert greedy == tokens("--temperature", "0") == tokens("--top-p", "1e-9", "--seed", "1")
     assert tokens("--temperature", "5", "--seed", "1") == tokens("--temperature", "5", "--seed", "1")
     assert tokens("--temperature", "5", "--seed", "1") != tokens("--temperature", "5", "--seed", "2")
-
-
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        ("generat model --prompt x", "generate"),
-        ("generate model --prompt x --max-new-tokn 3", "--max-new-tokens"),
-        ("generate model --prompt x --max-memry=3", "--max-memory"),
-        ("generate model --promt x", "--prompt"),
-        ("serve model --prot 3", "--port"),
-        ("serve model --prt=3", "--port"),
-        ("cache inf x", "info"),
-        ("convert a b --to safetensor", "safetensors"),
-        ("xyzzy", ""),
-    ],
-)
-def test_a_mistyped_word_is_answered_with_the_one_that_is_near(words, meant, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(words.split())
-
-    said = capsys.readouterr().err
-    assert said.endswith(f"; did you mean {meant}?\n") if meant else "did you mean" not in said

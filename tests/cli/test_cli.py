@@ -19,19 +19,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import contents
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.models import smollm2
-from offload import cli
+from offload import OffloadedTensor, cli
 from offload.checkpoints.checkpoint import open_checkpoint
-from offload.cli.main import parser
-from offload.planning.check import tiny_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
 from tests.checkpoints.gguf_files import write_gguf
 from tests.processes import run_module
 from tests.serving.servers import tiny_tokenizer
+from tests.tiny import tiny_checkpoint
 
 
 def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(tmp_path, capsys):
@@ -55,7 +53,7 @@ def test_inspect_lists_a_file_of_torch_save_and_values_that_can_t_be_read(tmp_pa
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split() == ["w", "float32", "[4]", "16", "bytes", "x.bin"] for line in lines)
     assert any(line.split() == ["part", "float32", "[4]", "16", "bytes", "x.bin"] for line in lines)
-    assert any(line.split()[:4] == ["s", "is", "a", "sparse_coo"] for line in lines if line.strip())
+    assert any(line.split()[:4] == ["s", "can't", "be", "read"] for line in lines if line.strip())
 
 
 @pytest.fixture
@@ -164,20 +162,6 @@ def test_a_pretrained_chat_model_answers_from_its_gguf_file(capsys):
     assert "The capital of France is Paris." == capsys.readouterr().out.strip()
 
 
-def test_stored_weights_need_a_named_folder_and_go_there(tmp_path, capsys):
-    from tests.checkpoints.forms import FORMS
-
-    FORMS["fp8-llama"].write(tmp_path / "model")
-    _tokenizer(tmp_path / "model")
-    words = ["generate", str(tmp_path / "model"), "--prompt", "w5", "--max-new-tokens", "1", "--store"]
-
-    assert 1 == cli.main(words)
-    assert 0 == cli.main([*words, "--offload-dir", str(tmp_path / "stored")])
-
-    assert "store=True needs offload_dir" in capsys.readouterr().err
-    assert any((tmp_path / "stored").glob("*q_proj*"))
-
-
 def test_a_broken_package_is_not_taken_for_a_missing_tokenizer(llama_folder, capsys, monkeypatch):
     from transformers import AutoTokenizer
 
@@ -192,7 +176,7 @@ def test_a_broken_package_is_not_taken_for_a_missing_tokenizer(llama_folder, cap
     assert 1 == cli.main(["generate", str(llama_folder), "--prompt", "w5"])
 
     said = capsys.readouterr().err
-    assert "needs a package that is missing or broken: operator torchvision::nms does not exist" in said
+    assert "that transformers can load (operator torchvision::nms does not exist)" in said
 
 
 def test_a_model_with_a_decoder_of_its_own_answers_without_repeating_its_start(tmp_path, capsys):
@@ -206,7 +190,7 @@ def test_a_model_with_a_decoder_of_its_own_answers_without_repeating_its_start(t
     tokenizer = _tokenizer(tmp_path)
     inputs = tokenizer("w3 w5 w7", return_tensors="pt")
     expected = plain.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)[0, 1:].tolist()
-    (tmp_path / "in").write_text('{"prompt": "w3 w5 w7", "max_tokens": 5}\n')
+    (tmp_path / "in").write_text('{"custom_id": "1", "body": {"prompt": "w3 w5 w7", "max_tokens": 5}}\n')
 
     assert 0 == cli.main(["generate", str(tmp_path), "--prompt", "w3 w5 w7", "--max-new-tokens", "5", "--json"])
     assert 0 == cli.main(["batch", str(tmp_path), str(tmp_path / "in"), str(tmp_path / "out")])
@@ -287,16 +271,13 @@ def test_convert_gives_a_folder_that_transformers_loads(llama_folder, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "torch.float16"])
-def test_convert_to_an_offload_folder_and_back(tmp_path, dtype, capsys):
+def test_an_offload_folder_is_converted(tmp_path, dtype, capsys):
     values = {"a/A": torch.randn(30, 4), "b": torch.arange(5), "c.t": torch.randn(4, 6)}
-    save_file(values, tmp_path / "source.safetensors")
-    (tmp_path / "config.json").write_text("{}")
+    for name, value in values.items():
+        OffloadedTensor.from_original_tensor(value, name, tmp_path / "there")
     options = ["--dtype", dtype] if dtype else []
 
-    forth = ["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "there"), "--to", "offload", *options]
-    back = ["convert", str(tmp_path / "there"), str(tmp_path / "back")]
-
-    assert [0, 0] == [cli.main(forth), cli.main(back)]
+    assert 0 == cli.main(["convert", str(tmp_path / "there"), str(tmp_path / "back"), *options])
     assert f"{tmp_path / 'back'}: written (1 file, 3 tensors, " in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "there").is_offload_folder
     assert 0 == cli.main(["inspect", str(tmp_path / "there")])
@@ -307,22 +288,6 @@ def test_convert_to_an_offload_folder_and_back(tmp_path, dtype, capsys):
     expected = {name: value.to(kind) if value.is_floating_point() else value for name, value in values.items()}
     assert expected.keys() == found.keys()
     assert all(value.dtype == found[name].dtype and torch.equal(value, found[name]) for name, value in expected.items())
-
-
-def test_quantized_weights_keep_their_numbers_in_another_dtype(tmp_path):
-    """Their scales are as torchao wrote them; unquantized weights are converted."""
-    values = {"0._weight_qdata": torch.ones(2, 2, dtype=torch.int8), "0._weight_scale": torch.rand(2, 1)}
-    notes = {"tensor_names": '["0.weight", "0.bias"]', "0.weight": '{"_type": "Int8Tensor"}', "0.bias": "{}"}
-    save_file({**values, "0.bias": torch.ones(2)}, tmp_path / "model.safetensors", metadata=notes)
-    source = str(tmp_path / "model.safetensors")
-
-    assert 0 == cli.main(["convert", source, str(tmp_path / "new"), "--dtype", "bf16"])
-
-    with safe_open(tmp_path / "new" / "model.safetensors", "pt") as file:
-        assert notes.items() <= file.metadata().items()
-    found = load_file(tmp_path / "new" / "model.safetensors")
-    assert torch.bfloat16 == found.pop("0.bias").dtype
-    assert all(torch.equal(value, found[name]) and value.dtype == found[name].dtype for name, value in values.items())
 
 
 def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path):
@@ -369,13 +334,13 @@ def _bert(folder: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertModel(BertConfig(vocab_size=96, **sizes)).save_pretrained(folder / "model")
     _tokenizer(folder / "model")
-    (folder / "in").write_text('{"prompt": "w1"}\n')
+    (folder / "in").write_text('{"custom_id": "1", "body": {"prompt": "w1"}}\n')
     (folder / "out").touch()
 
 
-def _one_value(folder: Path, config: str = "{}", **notes: str) -> None:
+def _one_value(folder: Path, config: str) -> None:
     (folder / "model").mkdir()
-    save_file({"w": torch.ones(2)}, folder / "model" / "model.safetensors", metadata=notes)
+    save_file({"w": torch.ones(2)}, folder / "model" / "model.safetensors")
     (folder / "model" / "config.json").write_text(config)
 
 
@@ -386,10 +351,6 @@ def _one_file(folder: Path) -> None:
 def _beside(make: Callable[[Path], object]) -> Callable[[Path], None]:
     """A file, and something else where a new folder should be."""
     return lambda folder: (_one_file(folder), make(folder / "new"), None)[-1]
-
-
-def _torchaos(folder: Path) -> None:
-    _one_value(folder, tensor_names="[]")
 
 
 def _fp8(folder: Path) -> None:
@@ -407,10 +368,11 @@ def _quantized(folder: Path) -> None:
 
 ON_AN_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="here models run on an accelerator")
 REFUSED = [
-    (_without_a_tokenizer, "generate model --prompt x", "model has no tokenizer: put the tokenizer of the model there"),
+    (_without_a_tokenizer, "generate model --prompt x", "model has no tokenizer that transformers can load"),
     (_with_a_tokenizer, "generate model --prompt=", "offload: the prompt has no tokens for this model"),
     (_with_a_tokenizer, "generate model --prompt w5 --system w9", "--system is for a model with a chat template"),
     (_with_a_tokenizer, "generate model --prompt w5 --system w9 --raw", "--system is for a model with a chat template"),
+    (_with_a_tokenizer, "generate model --prompt \udcff", "half of a character"),
     (_bert, "generate model --prompt w1", "is a BertModel, which does not continue text"),
     (_bert, "batch model in out", "is a BertModel, which does not continue text"),
     (_one_file, "convert x.safetensors x.safetensors/x", "a file is where a folder should be: take another folder"),
@@ -418,11 +380,9 @@ REFUSED = [
     (_beside(lambda new: new.write_text("mine")), "convert x.safetensors new", "new exists"),
     (_beside(lambda new: (new / "deep").mkdir(parents=True)), "convert x.safetensors new", "new exists"),
     (_beside(lambda new: new.symlink_to(tempfile.mkdtemp(dir=new.parent))), "convert x.safetensors new", "new exists"),
-    (_torchaos, "convert model new --to offload", "torchao's form"),
     (_fp8, "convert model new --dtype bf16", "quantized (fp8)"),
     (_quantized, "quantize model new --int8", "quantized already"),
     (_without_layers, "quantize model new --int8", "no linear layers"),
-    (_with_a_tokenizer, "convert model new --resume", "resume=True needs dequantize=True"),
     (_with_a_tokenizer, "chat model", " has no chat template: offload generate continues a text"),
     (_with_a_tokenizer, "batch model missing.jsonl out", "missing.jsonl"),
     (lambda folder: _one_value(folder, "{bad"), "convert model new --dtype bf16", "model/config.json can't be read"),
@@ -466,33 +426,23 @@ def test_verify_as_json_lists_the_findings(tmp_path, capsys):
     said = _said(capsys)
     assert said["is_whole"] is False
     [finding] = said["findings"]
-    assert str(tmp_path / "x.safetensors") == finding["path"]
-    assert "cut off" in finding["what"]
-
-
-@pytest.mark.parametrize(
-    ("text", "meant"), [("8GiB", "8GiB"), ("4096", "4096"), ("0.5", 0.5), (".25", 0.25), ("1.0", 1.0)]
-)
-def test_memory_is_bytes_or_a_fraction(text, meant):
-    assert meant == parser().parse_args(["plan", "model", "--max-memory", text]).max_memory
+    assert f"{tmp_path / 'x.safetensors'} " in finding
+    assert "cut off" in finding
 
 
 GENERATE = "generate model --prompt w1"
 WRONG = [
     (GENERATE, ["--max-memory", "much"], "'much' is not a size"),
     (GENERATE, ["--max-memory", "9" * 400], "is not a size"),
-    (GENERATE, ["--max-memory", "-0.5"], "usage: offload generate"),
-    (GENERATE, ["--frob"], "usage: offload generate"),
+    (GENERATE, ["--max-memory", "0.5"], "'0.5' is not a size"),
+    (GENERATE, ["--frob"], "unrecognized arguments: --frob"),
     (GENERATE, ["--device", "toaster"], "finds no device 'toaster' here"),
     (GENERATE, ["--device", ""], "finds no device"),
     (GENERATE, ["--device", "meta"], "ops can't run on 'meta'"),
     (GENERATE, ["--dtype", "int8"], "'int8' is not a floating-point dtype"),
-    (GENERATE, ["--offload-dir", ""], "'' is not a path"),
     (GENERATE, ["--max-new-tokens", "0"], "'0' is not a number from 1 to"),
     (GENERATE, ["--max-new-tokens", "9" * 5000], "is not a number from 1 to"),
     (GENERATE, ["--max-new-tokens", "1.5"], "'1.5' is not a number"),
-    (GENERATE, ["--prompt", "\udcff"], "not valid UTF-8"),
-    (GENERATE, ["--draft", "many"], "'many' is not a number"),
     ("convert a b", ["--dtype", "bf17"], "'bf17' is not a floating-point dtype"),
     ("convert a b", ["--dtype", ""], "'' is not a floating-point dtype"),
     ("convert a b", ["--max-shard-size", "much"], "'much' is not a size"),
@@ -501,7 +451,7 @@ WRONG = [
     ("chat model", ["--top-p", "2"], "'2' is not a number from 0 to 1"),
     *(("chat model", [f"--seed={seed}"], "is not a seed") for seed in ("-1", "1e3", "1" + 18 * "0")),
     ("convert", ["", "new"], "'' is not a path"),
-    *((command, [""], "'' is not a path") for command in ("inspect", "verify", "cache info", "doctor")),
+    *((command, [""], "'' is not a path") for command in ("inspect", "verify", "cache", "doctor")),
 ]
 
 
@@ -515,9 +465,7 @@ def test_invalid_values_are_a_wrong_command_line(command, words, told, capsys):
     assert told in captured.err
 
 
-@pytest.mark.parametrize(
-    "command", ["inspect", "verify", "cache info", "cache verify", "doctor", "generate --prompt w1"]
-)
+@pytest.mark.parametrize("command", ["inspect", "verify", "cache", "doctor", "generate --prompt w1"])
 def test_an_error_is_one_line_without_a_number_and_json_with_the_option(command, tmp_path, capsys):
     words = [*command.split(), str(tmp_path / "nothing here")]
 
@@ -594,23 +542,9 @@ def _configured(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
 
 
-@pytest.mark.parametrize("where", [0, 2])
-def test_the_traceback_option_may_stand_before_or_after_the_command(tmp_path, where):
-    command = ["inspect", str(tmp_path / "nowhere")]
-    command.insert(where, "--traceback")
-
+def test_the_traceback_is_shown_on_request(tmp_path):
     with pytest.raises(FileNotFoundError):
-        cli.main(command)
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_completion_script_contains_every_command(shell, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--print-completion", shell])
-
-    script = capsys.readouterr().out
-    for word in ("generate", "convert", "inspect", "verify", "cache", "doctor", "--max-memory"):
-        assert word in script
+        cli.main(["inspect", str(tmp_path / "nowhere"), "--traceback"])
 
 
 def test_a_reader_that_stops_early_is_not_an_error(tmp_path):
@@ -658,14 +592,14 @@ def test_only_warnings_for_programmers_are_hidden(tmp_path, monkeypatch, recwarn
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("-v inspect x", ["told"]),
+        ("inspect x -v", ["told"]),
+        ("inspect --verbose x", ["told"]),
         ("inspect x -vv", ["told", "more"]),
-        ("--verbose inspect x", ["told"]),
         ("inspect x", []),
     ],
 )
 def test_verbose_logs_go_to_standard_error(capsys, monkeypatch, flags, words):
-    """With the option before or after the command; afterwards the logger is as before."""
+    """Afterwards the logger is as before."""
     log = logging.getLogger("offload")
     before = log.level, list(log.handlers)
 

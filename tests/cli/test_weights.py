@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -169,34 +168,6 @@ def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return adapter_of("attention", models["dense"], tmp_path_factory.mktemp("adapter"))
 
 
-INSIDE = ["{}/new", "{}/one/new", "same/new", "{0}/../{0}/new"]  # by another name, or by a way around, too
-
-
-@pytest.mark.parametrize("command", ["convert", "dequantize", "quantize", "merge-lora", "merge-lora into the adapter"])
-def test_nothing_is_written_into_the_folder_of_a_model(command, models, adapter, tmp_path, capsys):
-    """In a symlink, or through one, too."""
-    source, beside = tmp_path / "source", tmp_path / "adapter"
-    target = beside if "into" in command else source
-    (tmp_path / "same").symlink_to(target)
-    shutil.copytree(adapter, beside)
-    shutil.copytree(models["dense"], source)
-    if command == "dequantize":
-        FORMS["fp8-llama"].write(source)
-    before = contents(tmp_path)
-    for place in INSIDE:
-        new = str(tmp_path / place.format(target.name))
-        words = {
-            "convert": ["convert", str(source), new],
-            "quantize": ["quantize", str(source), new, "--int8"],
-            "dequantize": ["convert", str(source), new, "--dequantize"],
-        }.get(command, ["merge-lora", str(source), str(beside), new])
-
-        assert 1 == cli.main(words)
-
-        assert "which is only read: name a folder outside of it" in " ".join(capsys.readouterr().err.split())
-        assert before == contents(tmp_path)
-
-
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_merged_model_equals_that_of_peft(kind, models, tmp_path):
     from peft import PeftModel
@@ -232,7 +203,6 @@ def test_a_gguf_file_becomes_a_folder_that_generates(command, dtype, tmp_path, c
     form = ["--int8", "--group-size", "32"] if command == "quantize" else []
 
     assert 0 == cli.main([command, str(file), *between, target, *form, *options])
-    assert f"it computes in {dtype or 'bfloat16'})" in capsys.readouterr().out
     assert 0 == cli.main([command, dense, *between, expected, *form])
     for folder in (target, expected):
         assert 0 == cli.main(["generate", folder, "--prompt", "!!", "--max-new-tokens", "3", "--json"])
@@ -245,39 +215,29 @@ def test_a_gguf_file_becomes_a_folder_that_generates(command, dtype, tmp_path, c
     assert CHAT == (Path(target) / "chat_template.jinja").read_text()
 
 
-@pytest.mark.parametrize(("command", "stops_after", "calls"), [("quantize", 5, 14), ("merge-lora", 2, 4)])
-def test_a_stopped_run_can_be_resumed(command, stops_after, calls, models, adapter, tmp_path, monkeypatch, capsys):
-    """Finished work is not repeated; meanwhile a new run, or a different one, is refused."""
+def test_a_stopped_run_of_quantize_goes_on_when_it_is_called_again(models, tmp_path, monkeypatch, capsys):
+    """Finished work is not repeated; meanwhile a different run is refused."""
     from compressed_tensors.compressors import BaseCompressor
-    from peft.tuners.lora import Linear
 
     packing = BaseCompressor.get_value_from_registry("pack-quantized")
-    owner, name = (packing, "compress") if command == "quantize" else (Linear, "get_delta_weight")
-    sources = [str(models["dense"]), *([str(adapter)] if command == "merge-lora" else [])]
-    options = ["--int4", "--group-size", "32"] if command == "quantize" else []
-    words = [command, *sources, str(tmp_path / "new"), *options]
-    assert 0 == cli.main([command, *sources, str(tmp_path / "expected"), *options])
-    real = getattr(owner, name)
-    monkeypatch.setattr(owner, name, _stopping_after(stops_after, real)[0])
+    words = ["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4", "--group-size", "32"]
+    assert 0 == cli.main([*words[:2], str(tmp_path / "expected"), *words[3:]])
+    real = packing.compress
+    monkeypatch.setattr(packing, "compress", _stopping_after(5, real)[0])
 
-    assert [1, 1, 1] == [cli.main(words), cli.main(words), cli.main([*words, "--dtype", "float32", "--resume"])]
-    said = capsys.readouterr().err
-    assert "has an unfinished run: continue it (resume=True, --resume)" in said
-    assert "has an unfinished run with another dtype" in said
+    assert [1, 1] == [cli.main(words), cli.main([*words, "--dtype", "float32"])]
+    assert "has an unfinished run with another dtype" in capsys.readouterr().err
     again, count = _stopping_after(1000, real)
-    monkeypatch.setattr(owner, name, again)
-    assert 0 == cli.main([*words, "--resume"])
+    monkeypatch.setattr(packing, "compress", again)
+    assert 0 == cli.main(words)
 
-    assert calls - stops_after == len(count)
+    assert 9 == len(count)
     assert data_of(tmp_path / "expected") == data_of(tmp_path / "new")
     assert ["expected", "new"] == sorted(os.listdir(tmp_path))
 
 
-@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resumed"])
 @pytest.mark.parametrize("command", ["quantize", "merge-lora", "convert"])
-def test_a_command_killed_at_its_first_write_succeeds_when_it_is_called_again(
-    command, resume, models, adapter, tmp_path
-):
+def test_a_command_killed_at_its_first_write_succeeds_when_it_is_called_again(command, models, adapter, tmp_path):
     FORMS["fp8-llama"].write(tmp_path / "packed")
     before, target = os.listdir(tmp_path), str(tmp_path / "new")
     words = {
@@ -291,5 +251,5 @@ def test_a_command_killed_at_its_first_write_succeeds_when_it_is_called_again(
         cli.main(words)
 
     assert -signal.SIGKILL == ended(forked(stopped))
-    assert 0 == cli.main([*words, *resume])
+    assert 0 == cli.main(words)
     assert sorted([*before, "new"]) == sorted(os.listdir(tmp_path))

@@ -1,4 +1,4 @@
-"""Ranks save with DCP what they share, also while it changes; what a rank has whole, it saves itself."""
+"""Ranks save with DCP what they share, also while it changes."""
 
 import pickle
 from collections.abc import Callable
@@ -11,16 +11,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import offload
 from offload import OffloadedTensor, save_checkpoint
 from offload.errors import UnsupportedOpError
 from offload.models.pretrained import let_save
-from offload.planning.check import tiny_checkpoint
 from offload.tensor.locals import local_of
 from tests.distributed.ranks import in_a_rank, run_ranks
 from tests.distributed.test_ranks import TINY, by_both, by_fsdp, by_replicas, by_tensor, empty_model, locals_of
+from tests.tiny import tiny_checkpoint
 
 WHOLE = {
     "rows": torch.arange(60.0).reshape(10, 6),
@@ -96,47 +96,19 @@ def test_a_share_is_not_saved_as_a_value_and_the_error_names_dcp(llama_folder, t
 
     def act(_: int) -> None:
         state = shared(init_device_mesh("cpu", (2,)))
-        term = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
+        term = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
         for values in (state, {"term": term}, offload.from_pretrained(llama_folder, tp_plan="auto")):
-            with pytest.raises(UnsupportedOpError, match=r"only a share of '(rows|term|model\..*)': .*dcp\.save"):
+            with pytest.raises(UnsupportedOpError, match=r"'(rows|term|model\..*)' is shared by ranks .*dcp\.save"):
                 save_checkpoint(values, tmp_path / "saved")
         plain = LlamaForCausalLM.from_pretrained(llama_folder, tp_plan="auto")
         let_save(plain)
         for model in (plain, offload.from_pretrained(llama_folder, tp_plan="auto")):
-            with pytest.raises(UnsupportedOpError, match=r"only a share of 'model\..*': .*dcp\.save"):
+            with pytest.raises(UnsupportedOpError, match=r"'model\..*' is shared by ranks .*dcp\.save"):
                 model.save_pretrained(tmp_path / "saved")
 
     run_ranks(2, act)
 
     assert not (tmp_path / "saved").exists()
-
-
-@pytest.mark.parametrize(("world", "placements"), [(1, [Shard(0)]), (2, [Replicate()])])
-def test_a_rank_saves_values_that_it_has_whole(tmp_path, world, placements):
-    tiny_checkpoint(tmp_path / "source", **TINY)
-
-    def act(rank: int) -> None:
-        mesh, model = init_device_mesh("cpu", (world,)), empty_model(tmp_path / "source")
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                placed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-                module.register_parameter(name, torch.nn.Parameter(placed))
-        model = offload.load_checkpoint_and_dispatch(model, tmp_path / "source")
-        save_checkpoint(model, tmp_path / f"own-{rank}")
-        if not rank:
-            model.save_pretrained(tmp_path / "pretrained-0")
-        if world == 1:
-            offload.from_pretrained(tmp_path / "source", tp_plan="auto").save_pretrained(
-                tmp_path / "pretrained-by-plan"
-            )
-
-    run_ranks(world, act)
-
-    source = load_file(tmp_path / "source/model.safetensors")
-    for folder in [*tmp_path.glob("own-*"), *tmp_path.glob("pretrained-*")]:
-        saved = load_file(folder / "model.safetensors")
-        assert source.keys() == saved.keys()
-        assert [] == [name for name, value in source.items() if not torch.equal(value, saved[name])]
 
 
 def test_ranks_save_what_they_loaded_from_disk_and_what_they_changed_of_it(llama_folder, tmp_path):

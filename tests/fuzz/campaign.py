@@ -44,8 +44,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 import offload
 from offload.checkpoints.verify import verify
 from offload.errors import OffloadError
-from offload.models.values import NAME as JOURNAL
-from offload.models.values import Journal
 from offload.storage.file import TensorFile
 from offload.storage.pickled import _tensors_in
 from tests.conftest import contents
@@ -54,7 +52,6 @@ from tests.fuzz.models import Files, Kind, Wrong, files_of
 from tests.fuzz.mutations import (
     bytes_damaged,
     json_file_damaged,
-    legacy_damaged,
     safetensors_damaged,
     safetensors_made,
     zip_damaged,
@@ -291,21 +288,18 @@ def kinds(folder: Path, only: Sequence[str] = ()) -> list[Kind]:
     """All kinds, or those of these names; samples are created below `folder`."""
     made = [
         Kind("safetensors", _tensor_samples(folder), _damage_tensors, _read_file, _their_tensors, 5),
-        Kind("pickle", _pickle_samples({}), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 4),
-        Kind("legacy", _pickle_samples(_LEGACY), partial(_damage_one, legacy_damaged), _read_file, _their_pickle, 3),
+        Kind("pickle", _pickle_samples(), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 4),
         Kind("folder", [_folder_sample(folder)], _damage_any, _read_folder),
         Kind("index", [_index_sample(folder)], _damage_any, _read_folder),
         Kind("cache", [_cache_sample(folder)], _damage_any, _read_cache),
         Kind("tree", [_tree_sample(folder)], _damage_any, _read_tree),
         Kind("training", [_training_sample(folder)], _damage_any, _read_training),
-        Kind("journal", [_journal_sample(folder)], _damage_any, _read_journal),
     ]
     with contextlib.suppress(ImportError):
         made.append(Kind("memmap", [_memmap_sample(folder)], _damage_any, _read_memmap))
     return [*(kind for kind in made if kind.name in (only or kind.name)), *models.kinds(folder, only)]
 
 
-_LEGACY = {"_use_new_zipfile_serialization": False}
 _TENSORS, _PICKLE = "x.safetensors", "x.bin"
 
 
@@ -321,7 +315,7 @@ def _damage_tensors(files: Files, chance: random.Random) -> Files:
 def _damage_any(files: Files, chance: random.Random) -> Files:
     """One file is damaged in a way specific to its format, or missing, or replaced by another."""
     names = sorted(files)
-    small = [name for name in names if name.endswith(".json") or name == JOURNAL]
+    small = [name for name in names if name.endswith(".json")]
     name = chance.choice(small if small and chance.random() < 0.6 else names)
     data = files[name]
     if chance.random() < 0.05:
@@ -381,7 +375,7 @@ def _tensor_samples(folder: Path) -> list[Files]:
     return [*own, *[{_TENSORS: b""}] * (3 * len(own))]
 
 
-def _pickle_samples(form: Mapping[str, Any]) -> list[Files]:
+def _pickle_samples() -> list[Files]:
     base, c = torch.arange(24.0).reshape(4, 6), torch.arange(5.0).to(torch.complex64)
     states: list[Any] = [
         {"w": base, "b": torch.arange(3, dtype=torch.int64)},
@@ -393,7 +387,7 @@ def _pickle_samples(form: Mapping[str, Any]) -> list[Files]:
     made = []
     for state in states:
         data = io.BytesIO()
-        torch.save(state, data, **form)
+        torch.save(state, data)
         made.append({_PICKLE: data.getvalue()})
     return made
 
@@ -434,7 +428,7 @@ def _read_cache(folder: Path) -> Mapping[str, torch.Tensor]:
             with contextlib.suppress(OffloadError):
                 cache.column(name).sum()
         if len(cache) < 1000:
-            cache.get(range(len(cache)), missing="zeros" if len(missing) else "error")
+            cache[sorted({*range(len(cache))} - {*missing.tolist()})]
     return {}
 
 
@@ -505,26 +499,6 @@ def _read_training(folder: Path) -> Mapping[str, torch.Tensor]:
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     tensors = [value.tolist() for value in model.state_dict().values()]
     return repr((tensors, optimizer.state_dict(), random.getstate(), torch.get_rng_state().sum()))
-
-
-def _journal_sample(folder: Path) -> Files:
-    torch.save({"w": torch.ones(3), "v": torch.zeros(2)}, folder / "source.bin")
-    values = offload.load_file(folder / "source.bin", offload_dir=folder / "journal")
-    offload.map_values(_halved, values, resume=True, progress=False)
-    return files_of(folder / "journal")
-
-
-def _halved(_: str, value: torch.Tensor) -> torch.Tensor:
-    return value / 2
-
-
-def _read_journal(folder: Path) -> Mapping[str, torch.Tensor]:
-    journal = Journal.open(folder)
-    for run in journal.runs:
-        str(run)
-        with contextlib.suppress(OffloadError):
-            journal.resume(run.name, run.sources)
-    return {}
 
 
 def _memmap_sample(folder: Path) -> Files:

@@ -406,25 +406,6 @@ def _directory_damaged(data: bytes, chance: Random) -> bytes:
     return bytes(made)
 
 
-def legacy_damaged(data: bytes, chance: Random) -> bytes:
-    """What torch.save wrote before it used zip archives: five pickles in a row, then storages."""
-    if chance.random() < 0.2:
-        return bytes_damaged(data, chance)
-    pickles, at = [], 0
-    for _ in range(5):
-        end = next(where for op, _, where in pickletools.genops(data[at:]) if op.name == "STOP") + 1
-        pickles.append(data[at : at + end])
-        at += end
-    values = data[at:]
-    match chance.randrange(8):
-        case 0:
-            values = bytes_damaged(values, chance)
-        case turn:
-            which = {1: chance.randrange(5), 2: 4}.get(turn, 3)
-            pickles[which] = pickle_damaged(pickles[which], chance)
-    return b"".join(pickles) + values
-
-
 # Pieces of packed weights
 
 

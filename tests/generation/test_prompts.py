@@ -23,14 +23,6 @@ READS_TEXT = {
     "trimmed": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}. {% endfor %}",
 }
 TEMPLATES = {"parts": READS_PARTS, "both": READS_BOTH, **READS_TEXT}
-BEGIN = {"add_generation_prompt": True, "continue_final_message": False}
-
-
-def part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-CONTENTS = {"a text": "w1 w2", "a part": [part("w1 w2")], "parts": [part("w1"), part(" w2")]}
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +30,19 @@ def tokenizer() -> Any:
     return tiny_tokenizer(["<s>", "<|end|>"], begins=True)
 
 
-@pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_gets_all_text_in_the_form_that_it_reads(tokenizer, template, content):
+def test_a_template_gets_all_text_in_the_form_that_it_reads(tokenizer, template):
     tokenizer.chat_template = TEMPLATES[template]
-    messages = [{"role": "system", "content": "w3"}, {"role": "user", "content": CONTENTS[content]}]
+    messages = [{"role": "system", "content": "w3"}, {"role": "user", "content": "w1 w2"}]
 
-    assert "system: w3. user: w1 w2. " == in_chat(tokenizer, messages, BEGIN)
+    assert "system: w3. user: w1 w2. " == in_chat(tokenizer, messages, {})
 
 
 def test_a_template_that_refuses_everything_is_an_error_of_its_own_words(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('only on Sundays') }}"
 
     with pytest.raises(ArgumentError, match="only on Sundays"):
-        in_chat(tokenizer, [{"role": "user", "content": "w1"}], BEGIN)
+        in_chat(tokenizer, [{"role": "user", "content": "w1"}], {})
 
 
 def prompts(tokenizer: Any, template: str = TEMPLATE, longest: int | None = 4096) -> Prompts:
@@ -61,36 +52,16 @@ def prompts(tokenizer: Any, template: str = TEMPLATE, longest: int | None = 4096
 
 def chat(*messages: tuple[str, str], **template: Any) -> Asked:
     said = [{"role": role, "content": content} for role, content in messages]
-    return Asked(said, template={**BEGIN, **template})
+    return Asked(said, template=template)
 
 
 def test_the_template_gets_the_variables_of_a_request(tokenizer):
     thinks = TEMPLATE + "{% if enable_thinking is false %}w7{% endif %}{% if add_generation_prompt %} w9{% endif %}"
     made = prompts(tokenizer, thinks)
     said = "user", "w1"
-    found = [
-        made.of(asked)[0].tokens
-        for asked in (
-            chat(said),
-            chat(said, enable_thinking=False),
-            chat(said, enable_thinking=False, add_generation_prompt=False),
-        )
-    ]
+    found = [made.of(asked)[0].tokens for asked in (chat(said), chat(said, enable_thinking=False))]
 
-    assert [[1, 9], [1, 7, 9], [1, 7]] == found
-
-
-def test_an_answer_goes_on_with_the_last_message(tokenizer):
-    ended = "{% for m in messages %}{{ m['content'] }} <|end|> {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
-    asked = chat(("user", "w1"), ("assistant", "w2"), continue_final_message=True, add_generation_prompt=False)
-    [prompt] = prompts(tokenizer, ended).of(asked)
-
-    assert [1, 97, 2] == prompt.tokens
-
-
-def test_a_new_answer_and_the_end_of_the_last_one_are_not_asked_for_together(tokenizer):
-    with pytest.raises(Refused, match="not compatible"):
-        prompts(tokenizer).of(chat(("assistant", "w1"), continue_final_message=True, add_generation_prompt=True))
+    assert [[1, 9], [1, 7, 9]] == found
 
 
 def test_too_many_tokens_are_refused_before_they_are_made_text():
@@ -101,7 +72,7 @@ def test_too_many_tokens_are_refused_before_they_are_made_text():
         made.of(Asked(None, [[1] * 4000], echo=True))
 
 
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools", "conversation", "return_dict", "messages"])
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools", "return_dict", "add_generation_prompt"])
 def test_arguments_of_transformers_are_refused_as_variables_of_a_template(tokenizer, name):
     with pytest.raises(Refused, match=name):
         prompts(tokenizer).of(chat(("user", "w1"), **{name: "{{ 1 }}"}))
@@ -159,39 +130,10 @@ def test_a_text_as_long_as_the_context_is_accepted(tokenizer):
 
 @pytest.mark.parametrize("longest", [None, 4096])
 def test_an_echoed_prompt_is_the_text_of_the_request(tokenizer, longest):
-    """Its spaces and special tokens, too; what a tokenizer puts before it has no text."""
+    """Its spaces and special tokens, too; of tokens, it is their text without special ones."""
     text = " w1   w2 <|end|>w95"
-    [prompt] = prompts(tokenizer, longest=longest).of(Asked(None, [text], top=0, echo=True))
+    made = prompts(tokenizer, longest=longest)
+    [prompt, tokens] = made.of(Asked(None, [text, [96, 1, 97, 2]], echo=True))
 
     assert ([96, 1, 2, 97, 95], text) == (prompt.tokens, prompt.text)
-    assert ["", " w1", "   w2", " <|end|>", "w95"] == pieces(prompt.text, prompt.starts)
-
-
-def test_tokens_that_are_echoed_have_places_in_their_text(tokenizer):
-    [prompt] = prompts(tokenizer).of(Asked(None, [[96, 1, 97, 2]], top=0, echo=True))
-    [shown] = prompts(tokenizer).of(Asked(None, [[1, 97]], options={"skip_special_tokens": False}, top=0, echo=True))
-
-    assert ["", "w1", "", " w2"] == pieces(prompt.text, prompt.starts)
-    assert ["w1", " <|end|>"] == pieces(shown.text, shown.starts)
-
-
-def test_tokens_that_share_a_character_begin_with_it():
-    """Or else a token of a character is taken for one of what follows the character."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.BPE({token: at for at, token in enumerate(["?", "a", "Ġ", "Ã", "©"])}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    bytewise = prompts(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?"))
-    [text] = bytewise.of(Asked(None, ["a éa é"], top=0, echo=True))
-    [tokens] = bytewise.of(Asked(None, [text.tokens], top=0, echo=True))
-
-    assert [1, 2, 3, 4, 1, 2, 3, 4] == text.tokens
-    assert [0, 1, 2, 2, 3, 4, 5, 5] == text.starts == tokens.starts
-    assert "a éa é" == tokens.text
-
-
-def pieces(text: str, starts: Any) -> list[str]:
-    """The text of each token."""
-    return [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)], strict=True)]
+    assert ([96, 1, 97, 2], "w1 w2") == (tokens.tokens, tokens.text)

@@ -157,17 +157,6 @@ def test_hooks_that_hold_no_weights_stay():
     assert torch.equal(net()(x), model(x))
 
 
-def test_a_device_that_hooks_move_activations_away_from_is_refused():
-    model = net()
-    add_hook_to_module(model.norm, AlignDevicesHook())
-    model.norm._hf_hook.execution_device = "meta"
-
-    with pytest.raises(UnsupportedOpError, match=r"hook on 'norm' moves its inputs to meta, .* run on cpu"):
-        offload.disk_offload(model, execution_device="cpu")
-
-    assert not any(offload.is_offloaded(parameter) for parameter in model.parameters())
-
-
 # Models on disk, in accelerate's hands
 
 
@@ -190,16 +179,6 @@ def test_accelerate_takes_a_model_on_disk_as_it_is_and_one_that_came_back_to_mem
     assert torch.equal(net()(x), back(x))
     remove_hook_from_submodules(back)
     assert {nn.Parameter} == {type(parameter) for parameter in back.parameters()}
-
-
-def test_an_inferred_map_that_fits_leaves_the_weights_on_disk():
-    """`dispatch_model` to one device is a `to`, which reads nothing."""
-    plain, x = net(), torch.randn(3, 4)
-    model = offload.disk_offload(net())
-    accelerate.dispatch_model(model, accelerate.infer_auto_device_map(model))
-
-    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
-    assert torch.equal(plain(x), model(x))
 
 
 def test_accelerate_empties_a_parameter_on_disk_to_a_plain_one():
@@ -231,15 +210,3 @@ def test_accelerate_sets_a_tensor_of_a_module_on_disk(device, value):
     if device == "cpu":
         assert offload.is_offloaded(module.weight)
         assert torch.equal(expected, module.weight)
-
-
-def test_a_hook_that_moves_a_whole_model_moves_no_bytes():
-    plain, x = net(), torch.randn(3, 4)
-    model, hook = accelerate.cpu_offload_with_hook(net(), execution_device="cpu")
-    offload.disk_offload(model)
-
-    assert torch.equal(plain(x), model(x))
-    hook.offload()
-    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
-    hook.remove()
-    assert not hooks_in(model)

@@ -143,32 +143,3 @@ def test_a_difference_is_found(words, tmp_path):
 
     found = equality.differences(plain, model, subject.folder, subject.probe, [])
     assert any(line.startswith(words) for line in found)
-
-
-def test_a_failure_on_disk_alone_counts_as_a_difference(monkeypatch):
-    def refuse(*_, **__):
-        raise ValueError("not today")
-
-    monkeypatch.setattr("offload.from_pretrained", refuse)
-
-    row = examined("causal", "llama")
-    assert (DIFFERS, "ValueError: not today") == (row.equal, row.note)
-
-
-def test_recipes_are_counted_and_bytes_that_loading_writes(tmp_path):
-    writing = """
-    import sys
-    from pathlib import Path
-    import offload
-    load = offload.from_pretrained
-
-    def load_and_write(*arguments, **options):
-        Path(sys.argv[3], "more").write_bytes(bytes(8192))
-        return load(*arguments, **options)
-
-    offload.from_pretrained = load_and_write
-    """
-    row = Row(**json.loads(run_script(writing + EXAMINED, "causal", "mixtral", tmp_path).splitlines()[-1]))
-
-    assert (EQUAL, 4) == (row.equal, row.recipes), row.note
-    assert row.written >= 8192  # more where the file system counts blocks of its own for a new file

@@ -1,6 +1,7 @@
 """Checkpoints whose names and formats differ from the model's: fused experts, casts, quantized weights."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel
 
 import offload
-from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.models import pretrained
-from offload.planning.check import tiny_checkpoint
 from offload.tensor.views import handle_of
 from tests.equal import assert_equal
+from tests.tiny import tiny_checkpoint
 
 SMALL: dict[str, Any] = {"intermediate_size": 96, "num_experts_per_tok": 2, "max_position_embeddings": 64}
 MODELS: dict[str, dict[str, Any]] = {
@@ -136,10 +136,20 @@ def test_the_folder_of_a_checkpoint_is_refused_as_offload_dir(folder, form):
     assert before == contents(folder)
 
 
+def store(source: Path, folder: Path) -> None:
+    """The values of a checkpoint as an offload folder, with its configuration."""
+    for path in source.glob("*.safetensors"):
+        for name, value in load_file(path).items():
+            offload.OffloadedTensor.from_original_tensor(value, name, folder)
+    for path in source.glob("*.json"):
+        if not path.name.endswith("index.json"):
+            shutil.copy(path, folder)
+
+
 def test_an_offload_folder_does_not_get_what_a_model_makes_of_it(folder, tmp_path):
     """It would contain each expert twice, and not load again."""
     values = tmp_path / "values"
-    convert_checkpoint(folder, values, to_offload_folder=True)
+    store(folder, values)
     before = contents(values)
     for load in (
         lambda: offload.from_pretrained(values, offload_dir=values, dtype=torch.bfloat16),
@@ -152,7 +162,7 @@ def test_an_offload_folder_does_not_get_what_a_model_makes_of_it(folder, tmp_pat
 
 
 def test_an_offload_folder_is_cast_in_place(llama_folder, tmp_path, tokens):
-    convert_checkpoint(llama_folder, tmp_path, to_offload_folder=True)
+    store(llama_folder, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     model = offload.from_pretrained(tmp_path, offload_dir=tmp_path, dtype=torch.float64)
 

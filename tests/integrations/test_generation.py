@@ -168,34 +168,7 @@ def test_a_model_that_is_cast_or_moved_stays_on_disk(folder, tokens, cast):
         assert torch.equal(plain(tokens).logits, model(tokens).logits)
 
 
-def test_a_named_folder_has_one_file_for_what_is_tied(llama, tmp_path):
-    model = offload.from_pretrained(llama, offload_dir=tmp_path / "values")
-    model.half()
-
-    assert len(list(model.parameters())) == len(list((tmp_path / "values").iterdir()))
-    assert {tmp_path / "values"} == {parameter.offload_dir for parameter in model.parameters()}
-
-
 # Training
-
-
-def test_a_step_with_gradient_checkpointing_is_that_in_memory_and_leaves_the_checkpoint(folder, tokens):
-    plain, model = both(folder)
-    tied, before = is_tied(plain), contents(folder)
-
-    for who in (plain, model):
-        who.train()
-        who.gradient_checkpointing_enable()
-        torch.manual_seed(0)
-        who(tokens, labels=tokens, use_cache=False).loss.backward()
-    assert_equal(*({name: parameter.grad for name, parameter in who.named_parameters()} for who in (plain, model)))
-    for who in (plain, model):
-        torch.optim.AdamW(who.parameters(), lr=0.01).step()
-
-    assert_equal(plain, model)
-    assert not in_memory(model)
-    assert tied == is_tied(model)
-    assert before == contents(folder)
 
 
 # Buffers

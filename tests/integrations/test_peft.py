@@ -12,16 +12,15 @@ import pytest
 import torch
 from conftest import contents
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import offload
 from offload.memory import anonymous_bytes
-from offload.planning.check import tiny_checkpoint
 from tests.checkpoints.forms import FORMS, PROMPT
 from tests.equal import assert_equal
 from tests.models.test_loader_memory import checkpoint_of_zeros
 from tests.processes import run_script
+from tests.tiny import tiny_checkpoint
 
 ONE = {"r": 4, "target_modules": ["q_proj"]}
 NOT_NEUTRAL = {"init_lora_weights": False}  # an adapter that changes the output from the start
@@ -146,36 +145,6 @@ def test_an_adapter_trains_on_disk_as_in_memory_and_merges_into_files_and_out_ag
     assert before == contents(folder)
     on_disk.save_pretrained(tmp_path / "merged")
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), on_disk)
-
-
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
-def test_virtual_tokens_work_before_a_model_on_disk(kind, folder, tmp_path, tokens):
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    plain, on_disk = both(folder, lambda model: get_peft_model(model, copy.deepcopy(config)))
-
-    assert train(plain, tokens) == train(on_disk, tokens)
-
-    on_disk.save_pretrained(tmp_path)
-    plain, on_disk = both(folder, lambda model: PeftModel.from_pretrained(model, tmp_path).eval())
-    with torch.no_grad():
-        assert torch.equal(plain(input_ids=tokens).logits, on_disk(input_ids=tokens).logits)
-
-
-@pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
-def test_a_merge_in_bfloat16_with_tied_embeddings_ends_in_the_users_folder(safe, llama_folder, tmp_path):
-    """One file per changed weight, and none for the others."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **NOT_NEUTRAL)
-    before = contents(llama_folder)
-    plain, on_disk = both(llama_folder, lambda m: get_peft_model(m, copy.deepcopy(config)), offload_dir=tmp_path)
-    plain, on_disk = plain.merge_and_unload(safe_merge=safe), on_disk.merge_and_unload(safe_merge=safe)
-
-    assert_equal(plain, on_disk)
-    assert on_disk.lm_head.weight is on_disk.model.embed_tokens.weight
-    merged = {name: p for name, p in plain.named_parameters() if name.split(".")[-2] in config.target_modules}
-    written = {key: value for path in tmp_path.glob("*.safetensors") for key, value in load_file(path).items()}
-    assert set(merged) == set(written)
-    assert all(torch.equal(value, written[name]) for name, value in merged.items())
-    assert before == contents(llama_folder)
 
 
 MERGE = """

@@ -1,10 +1,8 @@
 """torchao's `quantize_` on disk: the same model as in memory, also saved and loaded again."""
 
 import copy
-import gc
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +16,12 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor
-from offload.errors import JournalError, MapError, OffloadError, UnknownSubclassError, WriteError
+from offload.errors import MapError, UnknownSubclassError, WriteError
 from offload.integrations import torchao as ours
-from offload.planning.check import tiny_checkpoint
 from offload.storage import subclasses
-from offload.storage.file import TensorFile
-from tests.faults import Call, killed_at_each
 from tests.processes import run_script
 from tests.quantized import IN_TORCHAOS_FORM, WEIGHT_ONLY, identical
+from tests.tiny import tiny_checkpoint
 
 torchao = pytest.importorskip("torchao.quantization")
 transformers = pytest.importorskip("transformers")
@@ -103,12 +99,6 @@ def dynamic_int4() -> Any:
     return torchao.Int8DynamicActivationIntxWeightConfig(torch.int4, torchao.PerGroup(32))
 
 
-def qat(step: str) -> Any:
-    from torchao.quantization.qat import QATConfig
-
-    return QATConfig(dynamic_int4(), step=step)
-
-
 def is_linear_or_embedding(module: nn.Module, _: str) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding)
 
@@ -124,8 +114,6 @@ OTHER_WAYS: dict[str, list[tuple[Callable[[], Any], Any]]] = {
     "embeddings": [(WEIGHT_ONLY["int8x"], is_linear_or_embedding)],
     "a filter": [(WEIGHT_ONLY["int8"], is_in_a_layer)],
     "by name": [(lambda: torchao.FqnToConfig({name: config() for name, config in BY_NAME.items()}), None)],
-    "for training": [(lambda: qat("prepare"), None)],
-    "after training": [(lambda: qat("prepare"), None), (lambda: qat("convert"), None)],
 }
 
 
@@ -293,89 +281,16 @@ def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_re
     assert_same(expected, model)
 
 
-@pytest.mark.parametrize(("kind", "finished"), [*((kind, False) for kind in MODELS), ("plain", True)])
-def test_a_run_resumes_in_another_process(folders, tmp_path, kind, finished):
-    """From the checkpoint: quantized weights are taken from the folder, and not written again."""
-    expected = in_memory(folders[kind])
-    torchao.quantize_(expected, int8())
-    some = [name for name, module in expected.named_modules() if isinstance(module, nn.Linear)][:3]
-    first = offload.from_pretrained(folders[kind], offload_dir=tmp_path)
-    offload.quantize_(first, int8(), None if finished else lambda _, name: name in some)
-    if not finished:
-        journal = json.loads((tmp_path / ".offload-journal").read_text())
-        assert journal["runs"][0]["finished"]
-        journal["runs"][0]["finished"] = False  # as after a kill
-        (tmp_path / ".offload-journal").write_text(json.dumps(journal))
-    del first
-    gc.collect()  # torchao's layers refer to themselves
-    stood = contents(tmp_path)
-
-    model = offload.from_pretrained(folders[kind], offload_dir=tmp_path)
-    offload.quantize_(model, int8(), resume=True)
-
-    assert_same(expected, model)
-    assert torch.equal(logits(expected), logits(model))
-    done = contents(tmp_path)
-    assert all(done[name] == stood[name] for name in stood if name.endswith(".safetensors"))
-    assert ("torchao", True) == (str(model.quantization_method.value), model.is_quantized)
-
-
-def test_a_run_that_was_killed_resumes_where_it_was(private_place):
-    folder = private_place
-    torch.manual_seed(0)
-    source = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16), nn.Linear(16, 8))
-    offload.save_checkpoint(source, folder / "model")
-    expected = copy.deepcopy(source)
-    torchao.quantize_(expected, int8())
-
-    def begin() -> nn.Module:
-        shutil.rmtree(folder / "values", ignore_errors=True)
-        return load()
-
-    def load() -> nn.Module:
-        empty = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16), nn.Linear(16, 8)).to("meta")
-        return offload.load_checkpoint_and_dispatch(empty, folder / "model", offload_dir=folder / "values")
-
-    def check(_: nn.Module, call: Call) -> None:
-        model = load()
-        offload.quantize_(model, int8(), resume=True)
-        for name, parameter in expected.named_parameters():
-            found = model.get_parameter(name)
-            assert identical(parameter.detach(), found.materialize()), (name, call)
-        for layer in model:
-            vars(layer).pop("extra_repr", None)  # torchao's, through which a layer refers to itself
-
-    died_at = killed_at_each(begin, lambda model: offload.quantize_(model, int8()), check)
-
-    assert {"os.replace", "os.pwrite"} <= {call.name for call in died_at}
-
-
-def test_without_a_folder_a_run_is_not_resumed(folder):
-    with pytest.raises(JournalError, match=r"'quantize_' can't be resumed: .*Load them with one offload_dir"):
-        offload.quantize_(offload.from_pretrained(folder), int8(), resume=True)
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_an_error_of_torchao_names_the_layer(by_name):
+def test_an_error_of_torchao_names_the_layer():
     """Here, a group size that does not divide the columns."""
     config = torchao.IntxWeightOnlyConfig(torch.int4, granularity=torchao.PerGroup(32))
     model = offload.disk_offload(nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(50, 8)))
-    if by_name:
-        config = torchao.FqnToConfig({"0": config, "2": config})
 
     with pytest.raises(MapError, match=r"torchao failed at '2' \(AssertionError: .*weights before it are quantized"):
         offload.quantize_(model, config)
 
     assert "IntxUnpackedToInt8Tensor" == type(model[0].weight.materialize()).__name__
     assert offload.is_offloaded(model[2].weight)
-
-
-@pytest.mark.parametrize("config", ["int8", torch.int8, None, str.upper], ids=["text", "dtype", "none", "function"])
-def test_an_invalid_configuration_is_refused(config):
-    with pytest.raises(TypeError, match=r"a configuration of torchao, such as .*Int8WeightOnlyConfig") as caught:
-        offload.quantize_(nn.Linear(2, 2), config)
-
-    assert isinstance(caught.value, OffloadError)
 
 
 def test_a_failed_write_leaves_the_old_value(tmp_path, monkeypatch):
@@ -425,16 +340,6 @@ def test_quantizing_does_not_affect_other_threads():
 
     assert plain is other.weight
     assert hooks == len(nn.modules.module._global_parameter_registration_hooks)
-
-
-def test_files_hold_the_quantized_value_alone(tmp_path):
-    """Immediately: a quarter of the bytes of a float32 weight, and its scales."""
-    model = offload.disk_offload(nn.Sequential(nn.Linear(1024, 1024, bias=False)), tmp_path)
-    offload.quantize_(model, int8())
-
-    entries = TensorFile.open(tmp_path / "0.weight.safetensors").entries
-    assert 1024 * 1024 == entries["0.weight.qdata"].layout.nbytes
-    assert (tmp_path / "0.weight.safetensors").stat().st_size < 1.02 * 1024 * 1024
 
 
 # Memory

@@ -46,15 +46,6 @@ def test_a_sentence_transformer_encodes_the_same_from_disk(plain: Any, folder: P
     assert (embeddings(on_disk).norm(dim=1) - 1).abs().max() < 1e-5
 
 
-def test_an_encoder_on_disk_takes_the_place_of_the_one_in_memory(plain: Any, folder: Path) -> None:
-    """Inside the library's own object, which keeps its tokenizer, pooling and normalization."""
-    expected = embeddings(plain)
-    plain[0].model = offload.from_pretrained(folder)
-
-    assert torch.equal(expected, embeddings(plain))
-    assert all_on_disk(plain)
-
-
 def test_a_converted_sentence_transformer_has_all_of_its_parts(folder: Path, tmp_path: Path) -> None:
     """Also those in folders of their own, one with weights, without which others are made."""
     model = library.SentenceTransformer(str(folder), device="cpu")

@@ -1,6 +1,5 @@
 """TensorDicts and their folders: as rows of a cache, sparse, written through, and with failing calls."""
 
-import logging
 import os
 import pickle
 from multiprocessing.reduction import ForkingPickler
@@ -24,15 +23,9 @@ from tests.equal import assert_equal
 from tests.processes import in_fork
 
 tensordict = pytest.importorskip("tensordict")
-from tensordict import NonTensorStack, TensorDict, tensorclass  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
 
 from offload.integrations.tensordict import load_memmap, memmap_like  # noqa: E402
-
-
-@tensorclass
-class Sample:
-    obs: torch.Tensor
-    label: str
 
 
 def rows() -> TensorDict:
@@ -40,51 +33,35 @@ def rows() -> TensorDict:
         {
             "a": torch.arange(12.0).view(4, 3),
             "in": {"b": torch.arange(4), "deep": {"c": torch.ones(4, 2, 2, dtype=torch.bfloat16)}},
-            "words": NonTensorStack("x", "y", "z", "w"),
-            "same": "for all",
         },
         batch_size=[4],
     )
 
 
-def assert_rows(cache: TensorCache, *, words: bool = True) -> None:
+def assert_rows(cache: TensorCache) -> None:
     expected = {"a": rows()["a"], "in.b": rows()["in", "b"], "in.deep.c": rows()["in", "deep", "c"]}
-    if words:
-        expected |= {"words": ["x", "y", "z", "w"], "same": ["for all"] * 4}
     assert_equal(expected, dict(cache[:]))
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_a_tensordict_or_its_folder_becomes_rows(monkeypatch, tmp_path, small):
+def test_a_tensordict_becomes_rows(monkeypatch, small):
     if small:
         monkeypatch.setattr("offload.cache.incoming._BATCH", 1)
-    rows().memmap(tmp_path)
-    lazy = tensordict.LazyStackedTensorDict(*rows().exclude("words", "same").unbind(0))
+    lazy = tensordict.LazyStackedTensorDict(*rows().unbind(0))
 
     assert_rows(cache_from(rows()))
-    assert_rows(cache_from(tmp_path))
-    assert_rows(cache_from(lazy), words=False)
+    assert_rows(cache_from(lazy))
     assert ["in.b"] == list(cache_from(rows(), columns=["in.b"]).schema)
     assert (2, 4, 3) == tuple(cache_from(torch.stack([rows(), rows()]), columns=["a"]).column("a").shape)
-
-
-def test_a_tensorclass_and_its_folder_become_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sample = Sample(obs=torch.arange(6.0).view(3, 2), label="one", batch_size=[3])
-    sample.memmap(tmp_path / "folder")
-
-    found = cache_from(sample)[:]
-    assert torch.equal(sample.obs, found["obs"])
-    assert ["one"] * 3 == found["label"]
-    with caplog.at_level(logging.INFO, "offload"):
-        assert torch.equal(sample.obs, cache_from(tmp_path / "folder")[:]["obs"])
-    assert "fields of the class that are not tensors are left out" in caplog.text
 
 
 def test_data_without_rows_is_refused():
     with pytest.raises(CacheError, match="has no batch_size, which is the number of rows"):
         cache_from(TensorDict(a=torch.ones(3)))
-    with pytest.raises(CacheError, match="'b' in the dict is a dict, not a tensor"):
+    with pytest.raises(CacheError, match="'b' in the dict is a dict, neither tensor nor array"):
         cache_from({"a": torch.ones(3), "b": {"c": torch.ones(3)}})
+    with pytest.raises(CacheError, match=r"'b' in the TensorDict is a NonTensorData, .*leave it out with columns="):
+        cache_from(TensorDict(a=torch.ones(3), b="text", batch_size=[3]))
 
 
 def test_a_folder_to_be_filled_takes_no_disk_for_what_is_not(tmp_path: Path) -> None:

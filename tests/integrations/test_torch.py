@@ -2,17 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offload
 
@@ -88,19 +84,8 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "weight-norm": parametrizations.weight_norm,
     "spectral-norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
-    "orthogonal-exp": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="matrix_exp"),
-    "orthogonal-cayley": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="cayley"),
     "own": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
 }
-
-
-def older_weight_norm(model: nn.Sequential) -> torch.Tensor:
-    """With hooks, not parametrization; speech models still use it."""
-    with pytest.warns(FutureWarning):
-        nn.utils.weight_norm(model[0])
-    trained = train(model)
-    nn.utils.remove_weight_norm(model[0])
-    return trained
 
 
 def parametrized(change: Callable[[nn.Module], Any]) -> Callable[[nn.Sequential], Any]:
@@ -116,8 +101,8 @@ def parametrized(change: Callable[[nn.Module], Any]) -> Callable[[nn.Sequential]
 
 @pytest.mark.parametrize(
     "act",
-    [*map(parametrized, PARAMETRIZATIONS.values()), older_weight_norm],
-    ids=[*PARAMETRIZATIONS, "older weight norm"],
+    map(parametrized, PARAMETRIZATIONS.values()),
+    ids=PARAMETRIZATIONS,
 )
 def test_a_parametrized_weight_trains_and_becomes_one_again(act):
     model = assert_as_in_memory(act)
@@ -156,14 +141,6 @@ def averaged(*, use_buffers: bool) -> Callable[[nn.Sequential], Any]:
     return act
 
 
-def averaged_plainly(model: nn.Sequential) -> list[Any]:
-    """Stochastic weight averaging; the statistics of the batch norm are recomputed."""
-    average = AveragedModel(model)
-    train(model, 3, average.update_parameters)
-    update_bn([X], average)
-    return [average, average.eval()(X)]
-
-
 def copied_and_trained(model: nn.Sequential) -> list[Any]:
     """The copy stays as it was, without gradients, as torch copies parameters."""
     train(model, 1)
@@ -193,89 +170,13 @@ def made_a_vector(model: nn.Sequential) -> list[torch.Tensor]:
     return [vector, model(X)]
 
 
-def called_with_other_weights(model: nn.Sequential) -> torch.Tensor:
-    """The given values are used for the call, and the files keep theirs."""
-    doubled = {name: parameter * 2 for name, parameter in model.eval().named_parameters()}
-    return functional_call(model, doubled, (X,))
-
-
-def stacked(model: nn.Sequential) -> torch.Tensor:
-    """An ensemble: `stack_module_state` and `vmap`."""
-    parameters, buffers = stack_module_state([model.eval(), model])
-    call = lambda weights, statistics: functional_call(model, (weights, statistics), (X,))  # noqa: E731
-    return torch.vmap(call)(parameters, buffers)
-
-
-def checkpointed(model: nn.Sequential) -> torch.Tensor:
-    """`torch.distributed.checkpoint`, in one process: saved, and loaded in place."""
-    with TemporaryDirectory() as folder:
-        dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        dcp.load({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
-    return model.eval()(X)
-
-
-def given_a_distributed_state(model: nn.Sequential) -> torch.Tensor:
-    """`get_model_state_dict` and `set_model_state_dict`, as trainers use them."""
-    state = {name: value * 2 for name, value in get_model_state_dict(model).items()}
-    set_model_state_dict(model, state)
-    return model.eval()(X)
-
-
-def stepped_by_lbfgs(model: nn.Sequential) -> None:
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(X).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-
-
-def stepped_by_muon(model: nn.Sequential) -> None:
-    optimizer = torch.optim.Muon([model[0].weight, model[3].weight], lr=0.1)
-    model(X).square().sum().backward()
-    optimizer.step()
-
-
-def clipped(model: nn.Sequential) -> list[Any]:
-    model(X).sum().backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    return [norm, [parameter.grad for parameter in model.parameters()]]
-
-
 ACTS: dict[str, Callable[[Any], Any]] = {
     "pruned": pruned(lambda model: prune.l1_unstructured(model[0], "weight", amount=0.5)),
-    "pruned by rows": pruned(lambda model: prune.ln_structured(model[0], "weight", amount=0.25, n=2, dim=0)),
-    "pruned at random and again": pruned(
-        lambda model: (
-            prune.random_unstructured(model[0], "weight", amount=0.3),
-            prune.random_structured(model[0], "weight", amount=0.25, dim=1),
-        )
-    ),
-    "pruned all together": pruned(
-        lambda model: prune.global_unstructured(
-            [(model[0], "weight"), (model[3], "weight")], prune.L1Unstructured, amount=0.4
-        )
-    ),
     "averaged": averaged(use_buffers=False),
     "averaged with buffers": averaged(use_buffers=True),
-    "averaged plainly": averaged_plainly,
     "copied and trained": copied_and_trained,
     "set aside and restored": set_aside_and_restored,
     "made a vector": made_a_vector,
-    "called with other weights": called_with_other_weights,
-    "stacked": stacked,
-    "checkpointed": checkpointed,
-    "given a distributed state": given_a_distributed_state,
-    "stepped by LBFGS": stepped_by_lbfgs,
-    "stepped by Muon": stepped_by_muon,
-    "clipped": clipped,
     "compiled": lambda model: torch.compile(model.eval(), backend="aot_eager", fullgraph=True)(X),
     "traced": lambda model: torch.fx.symbolic_trace(model.eval())(X),
     "fused": lambda model: nn.utils.fuse_linear_bn_eval(model.eval()[0], model[1]),

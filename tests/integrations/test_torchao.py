@@ -178,17 +178,6 @@ def test_an_exported_layer_gives_what_it_gives_in_memory_or_the_error_says_what_
     assert torch.equal(in_memory(x), torch.export.export(on_disk, (x,)).module()(x))
 
 
-def test_the_repr_of_a_module_shows_its_weights():
-    from torchao.quantization import quantize_
-
-    layer = nn.Sequential(nn.Linear(256, 64))
-    quantize_(layer, WEIGHT_ONLY["int8"]())
-    offload.disk_offload(layer)
-
-    assert "Linear(in_features=256, out_features=64" in repr(layer)
-    assert "qdata=" in repr(layer[0].weight)
-
-
 def test_a_view_of_a_plain_weight_is_stale_once_it_is_quantized():
     """It never returns the whole value in place of the part; a view of the whole goes on working."""
     stored = OffloadedTensor.from_original_tensor(weight(), "w")

@@ -149,22 +149,6 @@ def test_a_model_or_a_copy_of_it_without_a_name_saves_itself(llama_folder, tmp_p
     assert not model.model.norm.weight.any()
 
 
-def test_a_model_without_a_name_is_saved_as_it_was_last(llama_folder, tmp_path):
-    model = offload.from_pretrained(llama_folder)
-    model.lm_head = torch.nn.Linear(2, 2, bias=False)
-    model.config = copy.deepcopy(model.config)
-    model.config.bos_token_id = 7
-    expected, gone = model.lm_head.weight.detach(), weakref.ref(model)
-    save = model.save_pretrained
-    del model
-    save(tmp_path)
-
-    del save
-    assert gone() is None
-    assert torch.equal(expected, offload.load_file(tmp_path)["lm_head.weight"].materialize())
-    assert 7 == json.loads((tmp_path / "config.json").read_text())["bos_token_id"]
-
-
 def test_a_model_that_is_gone_leaves_its_names_to_the_next(llama_folder, tmp_path):
     for _ in range(2):
         model = offload.from_pretrained(llama_folder, offload_dir=tmp_path)
@@ -200,9 +184,8 @@ def test_a_checkpoint_of_another_model_is_refused(llama_folder, tmp_path):
 
 def test_a_folder_without_a_configuration_or_a_name_without_a_folder_is_refused(tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "a.gguf").touch()
 
-    with pytest.raises(CheckpointError, match=rf"^{tmp_path} has no config.json.*name a GGUF file itself \(a\.gguf\)"):
+    with pytest.raises(CheckpointError, match=rf"can't make a model from {tmp_path}: .*config\.json"):
         offload.from_pretrained(tmp_path)
     for name in ("nobody/nothing-like-this", str(tmp_path / "nowhere")):
         with pytest.raises(CheckpointError, match=r"nothing-like-this|nowhere"):
@@ -313,15 +296,3 @@ def test_options_of_the_configuration_are_taken_which_may_be_a_folder(llama_fold
 
     assert (5, False) == (len(model.score.weight), model.config.use_cache)
     assert 77.0 == other.config.rope_parameters["rope_theta"]
-
-
-def test_an_automatic_map_knows_whether_buffers_are_on_disk(llama_folder, monkeypatch):
-    from offload.integrations import transformers as ours
-
-    seen: list[bool] = []
-    real = ours.infer_device_map
-    monkeypatch.setattr(ours, "infer_device_map", lambda *a, **k: seen.append(k["offload_buffers"]) or real(*a, **k))
-    for offload_buffers in (True, False):
-        offload.from_pretrained(llama_folder, device_map="auto", offload_buffers=offload_buffers)
-
-    assert [True, False] == seen

@@ -1,9 +1,7 @@
-"""A Llama on disk quantized to int8, weight by weight; a run may die half-way, and is resumed by the next."""
+"""A Llama on disk quantized to int8, weight by weight."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import torch
@@ -29,25 +27,15 @@ def to_int8(_: str, weight: torch.Tensor) -> torch.Tensor:
     return Int8Tensor(data, scales, [1, weight.shape[1]], weight.dtype)
 
 
-def quantized(checkpoint: Path, offload_dir: Path, dies_at: int = 0) -> dict[str, int]:
-    """What a run did, and its peak memory in bytes; it is killed at the call of the function with that number."""
-    left = dies_at
-
-    def fn(name: str, weight: torch.Tensor) -> torch.Tensor:
-        nonlocal left
-        left -= 1
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return to_int8(name, weight)
-
+def quantized(checkpoint: Path, offload_dir: Path) -> dict[str, int]:
+    """What a run did, and its peak memory in bytes."""
     with MemoryTrace(0.002) as memory:
         model = from_pretrained(checkpoint, offload_dir=offload_dir)
         table = model.lm_head.weight = model.model.embed_tokens.weight
-        done = map_values(fn, model, select=[_MATRICES, "model.embed_tokens.weight"], resume="int8")
+        done = map_values(to_int8, model, select=[_MATRICES, "model.embed_tokens.weight"], resume="int8")
     ties = model.lm_head.weight is model.model.embed_tokens.weight is table
     return {
         "replaced": len(done.replaced),
-        "before": len(done.before),
         "peak": memory.peak,
         "largest": max(weight.numel() * weight.itemsize for weight in model.parameters()),
         "ties": ties and is_subclass_value(table._handle.base()),

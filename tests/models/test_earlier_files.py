@@ -72,16 +72,6 @@ def test_after_a_refusal_the_name_is_free(folder):
     assert opened.mul_(2).tolist() == [6.0, 6.0]
 
 
-def test_no_result_is_written_if_one_of_several_exists(tmp_path):
-    w = OffloadedTensor.zeros(2, name="w", offload_dir=tmp_path)
-    OffloadedTensor.zeros(2, name="w.s.b", offload_dir=tmp_path)
-
-    with pytest.raises(NameInUseError, match=r"w\.s\.b"):
-        offload.offloaded_like(lambda tensor: {"a": tensor + 1, "b": tensor + 2}, w, "s")
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.s.b.safetensors", "w.safetensors"]
-
-
 def disk_offload(folder):
     return offload.disk_offload(nn.Linear(2, 2), folder)
 

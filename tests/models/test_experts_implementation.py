@@ -21,7 +21,6 @@ from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.compressed_tensors import quantize_checkpoint
 from offload.kernels import native
 from offload.models.experts import prefer_experts
-from offload.planning.check import tiny_checkpoint
 from offload.prefetch import direct, engine, loads, plan
 from offload.prefetch.direct import Load
 from offload.prefetch.engine import Views
@@ -35,6 +34,7 @@ from offload.tensor.views import handle_of
 from offload.torch_api import storage_id, storage_uses
 from tests.checkpoints.forms import FORMS, outcome
 from tests.page_cache import needs_direct_reads
+from tests.tiny import tiny_checkpoint
 
 pytestmark = [
     pytest.mark.fused,

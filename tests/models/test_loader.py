@@ -5,7 +5,6 @@ import json
 import logging
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 
 import offload
 from offload import ON_DISK, OffloadedTensor
-from offload.errors import ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError, WriteError
+from offload.errors import CheckpointError, DeviceMapError, MetaTensorError, WriteError
 from tests.models.networks import Network, network
 
 
@@ -34,9 +33,9 @@ def checkpoint(net: Network, tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-@pytest.fixture(params=["pytorch_model.bin", "pytorch_model.bin.index.json", "legacy.pt", "trainer.ckpt"])
+@pytest.fixture(params=["pytorch_model.bin", "pytorch_model.bin.index.json", "trainer.ckpt"])
 def pickled(net: Network, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The same from torch.save: one file, shards, the legacy form, and beside training state."""
+    """The same from torch.save: one file, shards, and beside training state."""
     path, state = tmp_path / request.param, net.state_dict()
     if path.suffix == ".json":
         shards = {name: f"{number % 2}.bin" for number, name in enumerate(state)}
@@ -46,7 +45,7 @@ def pickled(net: Network, tmp_path: Path, request: pytest.FixtureRequest) -> Pat
     elif path.suffix == ".ckpt":
         torch.save({"state_dict": state, "epoch": 3, "optimizer": {"lr": 0.1}}, path)
     else:
-        torch.save(state, path, _use_new_zipfile_serialization=path.suffix == ".bin")
+        torch.save(state, path)
     return path
 
 
@@ -111,45 +110,23 @@ class Three(nn.Module):
         self.b.weight = self.c.weight = self.a.weight
 
 
-OVERRULED = {"112": ["a", "b"], "121": ["b"], "211": ["a"], "123": ["a", "b"], "111": []}
-OVERRULED |= {"1n": ["a"], "nn": [], "0-": ["a"], "12": ["a"]}
-
-
 @pytest.mark.parametrize("form", ["model.safetensors", "model.bin"])
-@pytest.mark.parametrize("values", OVERRULED)
-def test_the_last_of_several_values_of_a_tied_weight_is_taken_as_in_torch_and_the_report_has_the_others(
-    values, form, tmp_path
-):
-    """Compared by their bits; a checkpoint that lacks some of the names is as good, but strictly no other is."""
-    numbers = {"n": float("nan"), "-": -0.0}
-    state = {
-        f"{name}.weight": torch.full((3, 3), numbers.get(one) or float(one if one.isdigit() else "-0"))
-        for name, one in zip("abc", values, strict=False)
-    }
+@pytest.mark.parametrize("names", ["abc", "ab", "b"])
+def test_the_last_of_several_values_of_a_tied_weight_is_taken_as_in_torch(names, form, tmp_path):
+    """A checkpoint that lacks some of the names is as good."""
+    state = {f"{name}.weight": torch.full((3, 3), float(number)) for number, name in enumerate(names)}
     (save_file if form.endswith("safetensors") else torch.save)(state, tmp_path / form)
     plain = Three()
     plain.load_state_dict(state, strict=False)
 
     model = Three().to("meta")
     model.b.weight = model.c.weight = model.a.weight
-    report = offload.load_checkpoint_in_model(model, tmp_path / form)
+    report = offload.load_checkpoint_in_model(model, tmp_path / form, strict=True)
 
-    last = f"{'abc'[len(values) - 1]}.weight"
-    assert [(f"{name}.weight", last) for name in OVERRULED[values]] == report.overruled_keys
-    assert bool(OVERRULED[values]) == report.differs == ("has other values" in str(report))
+    assert not report.differs
     assert model.a.weight is model.b.weight is model.c.weight
-    assert torch.equal(plain.a.weight.view(torch.int32), offload.materialize(model.a.weight).view(torch.int32))
+    assert torch.equal(plain.a.weight, offload.materialize(model.a.weight))
     assert offload.is_offloaded(model.a.weight)
-    if values == "12":
-        with pytest.raises(CheckpointError, match=r"1 overruled: a.weight \(tied to b.weight, which has other values"):
-            offload.load_checkpoint_in_model(Three(), tmp_path / form, strict=True)
-
-
-def test_names_of_one_stored_value_are_not_read_to_compare_them(tmp_path, monkeypatch):
-    torch.save(Three().state_dict(), tmp_path / "model.bin")
-    monkeypatch.setattr("offload.models.loader.same_bits", lambda *_: pytest.fail("compared"))
-
-    assert not offload.load_checkpoint_in_model(Three(), tmp_path / "model.bin", strict=True).differs
 
 
 @pytest.mark.parametrize("left_out", ["", "model."], ids=["as in the model", "under other names"])
@@ -165,9 +142,8 @@ def test_a_tied_language_model_with_a_head_in_its_checkpoint_has_that_head(left_
     save_file({name.removeprefix(left_out): one for name, one in state.items()}, tmp_path / "model.safetensors")
     with offload.init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
-    report = offload.load_checkpoint_in_model(model, tmp_path / "model.safetensors")
+    offload.load_checkpoint_in_model(model, tmp_path / "model.safetensors")
 
-    assert [("model.embed_tokens.weight", "lm_head.weight")] == report.overruled_keys
     assert torch.equal(state["lm_head.weight"], model.lm_head.weight.materialize())
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -263,23 +239,15 @@ def test_keys_that_differ_are_reported_or_refused_before_anything_is_loaded(chec
     assert before is model.base.weight
 
 
-@pytest.mark.parametrize(
-    "load", [offload.disk_offload, partial(offload.load_checkpoint_in_model, checkpoint="x")], ids=["in memory", "file"]
-)
-def test_arguments_of_accelerate_are_refused_with_those_that_are_taken(load):
-    with pytest.raises(ArgumentTypeError, match="does not take 'offload_folder': give offload_dir"):
-        load(nn.Linear(1, 1), offload_folder="kept")
-
-
 @pytest.mark.parametrize("offload_buffers", [False, True])
-def test_a_folder_without_buffers_says_how_they_come_there(offload_buffers, tmp_path, caplog):
+def test_a_folder_without_buffers_says_that_they_are_missing(offload_buffers, tmp_path, caplog):
     model, again = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     model(torch.ones(2, 3))
     offload.disk_offload(model, tmp_path / "kept", offload_buffers=offload_buffers)
     offload.load_checkpoint_and_dispatch(again, tmp_path / "kept")
 
     assert offload_buffers == torch.equal(model.running_mean, again.running_mean)
-    assert offload_buffers != ("num_batches_tracked; disk_offload(..., offload_buffers=True)" in caplog.text)
+    assert offload_buffers != ("3 missing: running_mean" in caplog.text)
 
 
 def test_nothing_may_stay_without_data(checkpoint, tmp_path):

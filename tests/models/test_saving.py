@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload import OffloadedTensor, save_checkpoint
 from offload.checkpoints.checkpoint import open_checkpoint
+from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import ForeignFileError, UnknownSubclassError, UnsupportedOpError, WriteError
 from offload.storage import write as write_module
 from offload.storage.layout import WORDS, dtype_name
@@ -81,7 +82,6 @@ def test_the_files_hold_what_huggingface_hub_writes(model, tmp_path, max_shard_s
         expected, found = (json.loads((tmp_path / whose / INDEX).read_text()) for whose in ("theirs", "ours"))
         assert expected["weight_map"] == found["weight_map"]
         assert expected["metadata"].items() <= found["metadata"].items()
-        assert sum(parameter.numel() for parameter in model.parameters()) == found["metadata"]["total_parameters"]
 
 
 def test_every_dtype_of_the_format_comes_back(tmp_path):
@@ -186,10 +186,10 @@ def test_parts_of_one_value_are_each_saved_whole(tmp_path):
     assert_equal({name: value.clone() for name, value in values.items()}, loaded(tmp_path), strides=False)
 
 
-def test_an_opened_checkpoint_is_saved_with_what_its_files_say(tmp_path):
+def test_a_checkpoint_is_converted_with_what_its_files_say(tmp_path):
     values = {"a": torch.randn(3, 4), "b": torch.arange(3)}
     save_file(values, tmp_path / "source.safetensors", metadata={"format": "pt", "origin": "here"})
-    save_checkpoint(open_checkpoint(tmp_path / "source.safetensors"), tmp_path / "saved", 10)
+    convert_checkpoint(tmp_path / "source.safetensors", tmp_path / "saved", max_shard_size=10)
 
     assert_equal(values, loaded(tmp_path / "saved"), strides=False)
     for path in (tmp_path / "saved").glob("*.safetensors"):
@@ -219,7 +219,8 @@ def test_weights_that_a_checkpoint_says_are_one_are_one_parameter(tmp_path, by):
     folder = tmp_path if by == "save_model" else tmp_path / "0"
     if by.startswith("converted"):
         folder = tmp_path / "1"
-        save_checkpoint(open_checkpoint(tmp_path / "0"), folder, "300B" if by == "converted to shards" else "5GB")
+        size = "300B" if by == "converted to shards" else "5GB"
+        convert_checkpoint(tmp_path / "0", folder, max_shard_size=size)
     with offload.init_empty_weights():
         empty = Plain()
     assert empty.head.weight is not empty.base.weight
@@ -302,20 +303,21 @@ def test_a_foreign_checkpoint_is_left_as_it_is(tmp_path, theirs, sharded):
 @pytest.mark.parametrize("size", ["5GB", 8])
 def test_a_checkpoint_that_live_tensors_refer_to_is_not_replaced(tmp_path, before, size):
     """By saving others, or these themselves; garbage does not count."""
-    save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path, before)
-    live = [offload.load_file(tmp_path)]
+    folder, link = tmp_path / "saved", tmp_path / "link"
+    save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, folder, before)
+    link.symlink_to(folder)
+    live = [offload.load_file(folder)]
     live.append(live)  # a cycle
-    stood = contents(tmp_path)
+    stood = contents(folder)
 
-    with pytest.raises(ForeignFileError, match=r"tensors of this process refer to .*another folder"):
-        save_checkpoint({"a": torch.zeros(2)}, tmp_path, size)
-    with pytest.raises(ForeignFileError, match=r"'a' refers to .*another folder"):
-        save_checkpoint(live[0], tmp_path, size)
+    for values, place in (({"a": torch.zeros(2)}, folder), (live[0], link)):
+        with pytest.raises(ForeignFileError, match=r"tensors of this process refer to .*another folder"):
+            save_checkpoint(values, place, size)
 
-    assert stood == contents(tmp_path)
+    assert stood == contents(folder)
     assert [1.0, 1.0] == live[0]["a"].tolist()
-    del live
-    assert save_checkpoint({"a": torch.zeros(2)}, tmp_path, size)
+    del live, values
+    assert save_checkpoint({"a": torch.zeros(2)}, folder, size)
 
 
 # Existing checkpoints
@@ -458,7 +460,7 @@ BOUNDED = """
     WAYS = {
         "in shards": lambda source, to: offload.save_checkpoint(offload.load_file(source), to, "10MB"),
         "turned": lambda source, to: offload.save_checkpoint(turned(source), to, dtype=torch.bfloat16),
-        "cast": lambda source, to: convert_checkpoint(source, to, dtype=torch.bfloat16, to_offload_folder=True),
+        "cast": lambda source, to: convert_checkpoint(source, to, dtype=torch.bfloat16),
         "save_model": lambda source, to: save_model(network(source), to + ".safetensors"),
         "save_torch_model": save_by_the_hub,
         "load_model": lambda source, to: load_model(network(source), source),

@@ -10,24 +10,24 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import transformers
 
 from offload import cli
 from offload.errors import MissingFileError
 from offload.planning import machine
 from offload.planning.machine import diagnose
-from offload.torch_api import TESTED
 
-SIZE = 16 << 20
-CHECKED = ["a dense model", "a mixture of experts", "packed weights"]
+
+@pytest.fixture(autouse=True)
+def _reads_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_MOST", machine._LEAST)
 
 
 def test_a_diagnosis_holds_the_figures_of_the_machine_and_leaves_nothing(tmp_path: Path) -> None:
-    found = diagnose(tmp_path, nbytes=SIZE)
+    found = diagnose(tmp_path)
 
     assert torch.__version__ == found.versions["torch"]
     assert psutil.virtual_memory().total == found.memory
-    assert 0 < found.budget < found.available <= found.memory
+    assert 0 < found.available <= found.memory
     assert found.disk.writes is not None
     assert found.disk.writes > 0
     assert found.disk.free > 0
@@ -41,10 +41,10 @@ def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     disk = diagnose(tmp_path).disk
 
-    assert (1 << 20, None, None, None) == (disk.free, disk.writes, disk.reads, disk.reads_direct)
+    assert (1 << 20, None, None) == (disk.free, disk.writes, disk.reads)
 
 
-def test_a_file_system_without_direct_reads_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_direct_reads_is_measured_from_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really = os.open
 
     def refusing(path: object, flags: int, *rest: int) -> int:
@@ -54,9 +54,8 @@ def test_a_file_system_without_direct_reads_is_reported(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "open", refusing)
 
-    disk = diagnose(tmp_path, nbytes=SIZE).disk
+    disk = diagnose(tmp_path).disk
 
-    assert disk.reads_direct is None
     assert disk.reads is not None
 
 
@@ -76,35 +75,5 @@ def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: py
     printed, last = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     said = json.loads(last)
     assert (torch.__version__, str(tmp_path)) == (said["versions"]["torch"], said["disk"]["folder"])
-    for word in ("torch", torch.__version__, "max_memory", "O_DIRECT", str(tmp_path), "/s"):
+    for word in ("torch", torch.__version__, "kernels", "read, cold", str(tmp_path), "/s"):
         assert word in printed
-
-
-def test_a_release_newer_than_all_tested_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch, "__version__", f"{TESTED[-1]}.7")
-    assert "torch" not in diagnose(tmp_path, nbytes=SIZE).newer
-
-    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
-    monkeypatch.setattr(machine, "TESTED_TRANSFORMERS", ("5.1", "5.2"))
-
-    assert 0 == cli.main(["doctor", str(tmp_path)])
-
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f"torch 2.99.0+cpu, newer than what was tested ({TESTED[-1]})" in printed
-    assert f"transformers {transformers.__version__}, newer than what was tested (5.2)" in printed
-
-
-@pytest.mark.slow(10)
-def test_a_check_compares_models_and_says_which_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert 0 == cli.main(["doctor", str(tmp_path), "--check", "--json"])
-    assert dict.fromkeys(CHECKED) == json.loads(capsys.readouterr().out)["checks"]
-
-    monkeypatch.setattr("offload.planning.check.load_file", lambda path: {"x": torch.ones(3)})  # no weights
-    assert 1 == cli.main(["doctor", str(tmp_path), "--check", "--json"])
-    checks = json.loads(capsys.readouterr().out)["checks"]
-    assert [None, None] == [checks.pop(name) for name in CHECKED[:2]]
-    assert [CHECKED[2]] == [name for name, failure in checks.items() if failure]

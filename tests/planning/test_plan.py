@@ -27,7 +27,6 @@ from offload.planning import machine
 from offload.planning.estimate import Estimate
 from offload.planning.machine import Computing, Disk
 from offload.planning.sizes import DENSE, sizes_of
-from offload.transformers_api import cache_option
 from tests.checkpoints.forms import FORMS
 from tests.prefetch.delayed_device import on_the_device
 from tests.sizes import SIZES
@@ -198,7 +197,7 @@ def test_a_batch_takes_streaming_its_bytes_or_multiplying_them_and_calling_kerne
     sizes = replace(sizes_of(saved(LlamaConfig(**HALF))), form=form, ops=4, **counts)
 
     for in_flight in (1, 3):
-        way = Estimate(sizes, MB, 1e30, replace(FAST, call=0.25, **slow)).of("", "", batch=3, in_flight=in_flight)
+        way = Estimate(sizes, MB, 1e30, replace(FAST, call=0.25, **slow)).of("", batch=3, in_flight=in_flight)
 
         assert in_flight * (seconds + 1) == pytest.approx(way.pass_seconds) == way.first_seconds
         assert ("computing", 3 * in_flight) == (way.bound, way.tokens)
@@ -214,17 +213,9 @@ def test_the_command_prints_a_plan_in_words_and_as_json(saved: Any, capsys: pyte
     assert words[0].startswith("Runs here: ")
     labels = [line[2:10].strip() for line in words[1:]]
     assert ["model", "memory", "a pass", "type"] == labels[:4]
-    assert {*labels[4:]} <= {"faster", "note", ""}  # as this machine computes
+    assert {*labels[4:]} <= {"faster", ""}  # as this machine computes
     assert all(line[:2] == "  " != line[10:11] for line in words[1:])
     assert json.loads(last)["as_it_is"]["reads"] == sizes_of(folder).needed(1)
-
-
-@pytest.mark.parametrize("running", [0.5, 64.0])
-def test_a_plan_says_when_other_programs_compute(saved: Any, running: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("os.getloadavg", lambda: (running, 0, 0))
-
-    assert (running >= 64) == ("other programs keep" in str(offload.plan(saved(LlamaConfig(**HALF)), disk_rate=1000)))
 
 
 def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: Any) -> None:
@@ -233,11 +224,7 @@ def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: An
     asked = offload.plan(saved(LlamaConfig(**LARGER)), max_memory="1MiB", device="cpu", disk_rate=1000, context=1)
     plain = offload.plan(folder, disk_rate=1000)
 
-    half = offload.plan(folder, max_memory=0.5, disk_rate=1000)
-
-    assert " --max-memory 0.5" in half.as_it_is.command
-    assert 1 == len(asked.ways)
-    assert all(" --max-memory 1MiB --device cpu" in way.command for way in (asked.as_it_is, *asked.ways))
+    assert all(" --max-memory 1MiB --device cpu" in way.command for way in (asked.as_it_is, asked.together))
     assert f'offload generate {folder} --prompt "..."' == plain.as_it_is.command
 
 
@@ -277,7 +264,7 @@ def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.Monke
     plan = offload.plan(folder, disk_rate="1GB")
     said = str(plan)
 
-    assert (True, ()) == (plan.fits, plan.ways)
+    assert (True, None) == (plan.fits, plan.together)
     assert said.startswith("Runs here: under 1 ms per token. It fits in memory: use plain transformers, ")
     assert " 0 ms" not in said
     assert f": {sizes_of(folder).parameters:,} parameters, " in said
@@ -286,16 +273,11 @@ def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("slow_machine")
-def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_leaves_less_memory_for_weights(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.planning.estimate.available_bytes", lambda: MB)
     plan = offload.plan(saved(LlamaConfig(**HALF)), max_memory="1MiB", disk_rate="1GB", context=10_000)
-    said = str(plan)
 
-    assert plan.context_bytes is not None
-    assert "keys and values leave no memory for the weights: shorten the context," in said
-    assert f"adds up to {plan.context_bytes / 1e6:.0f} ms of reading per step" in said
-    assert f"{cache_option()}=offload.integrations.kv_cache(model)" in said
-    assert "0 bytes of weights stay" in said
+    assert "0 bytes of weights stay" in str(plan)
 
 
 @pytest.mark.usefixtures("slow_machine")
@@ -305,7 +287,6 @@ def test_a_budget_is_for_weights_where_keys_and_values_have_room_beside_it(saved
     plans = [offload.plan(folder, max_memory="1MiB", disk_rate="1GB", context=context) for context in (1, 10_000)]
 
     assert [1 << 20] * 2 == [plan.as_it_is.stays for plan in plans]
-    assert not any("leave no memory" in str(plan) for plan in plans)
 
 
 @pytest.mark.usefixtures("slow_machine")
@@ -318,14 +299,14 @@ def test_the_first_line_answers_the_question(saved: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr("offload.planning.estimate.available_bytes", lambda: 1000)
     never = offload.plan(folder, max_memory=0, disk_rate=1000)
 
-    assert [2, 2 * 16] == [way.tokens for way in (pairs.as_it_is, *pairs.ways)]
-    [best] = slow.ways
-    assert "16 requests in flight" == best.what
+    best = slow.together
+    assert [2, 2 * 16] == [way.tokens for way in (pairs.as_it_is, pairs.together)]
     assert slow.as_it_is.token_seconds == pytest.approx(16 * best.token_seconds)
     assert (0, slow.model.needed(1), False) == (slow.as_it_is.stays, slow.as_it_is.reads, slow.fits)
     assert "0 bytes of weights stay, 0 bytes may" in str(slow)
     assert f"Runs here, slowly: {slow.as_it_is.token_seconds:.2g} s per token.\n" in str(slow)
-    assert f"  faster  {best.token_seconds:.2g} s per token, with {best.what}:\n          {best.command}" in str(slow)
+    faster = f"  faster  {best.token_seconds:.2g} s per token, with 16 requests in flight:\n          {best.command}"
+    assert faster in str(slow)
     assert quick.as_it_is.token_seconds < 1
     assert str(quick).startswith("Runs here: ")
     assert (False, "Does not run here: keys and values of the context take ") == (never.runs, never.answer[:55])
@@ -344,13 +325,13 @@ def test_a_packed_model_that_fits_is_said_to_fit(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_a_model_is_an_error(tmp_path: Path, saved: Any) -> None:
     folder = saved(LlamaConfig(**HALF))
-    for options, error in (({"batch": 0}, ArgumentError), ({"disk_rate": "fast"}, ArgumentError)):
-        with pytest.raises(error):
+    for options in {"batch": 0}, {"disk_rate": "fast"}, {"disk_rate": 0}:
+        with pytest.raises(ArgumentError):
             offload.plan(folder, **options)
     with pytest.raises(CheckpointError, match=r"no config\.json|no checkpoint|is not a checkpoint|holds no"):
         offload.plan(tmp_path)
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=rf"^{folder} has no config\.json, so it is not a transformers model"):
+    with pytest.raises(CheckpointError, match=rf"^transformers can't make a model from {folder}: Unrecognized model"):
         offload.plan(folder)
 
 
@@ -364,10 +345,9 @@ def test_a_plan_for_an_encoder_has_no_keys_and_recommends_no_command_that_genera
         offload.plan(folder, max_memory=0, disk_rate=1000) for folder in (tmp_path, saved(LlamaConfig(**HALF)))
     )
 
-    assert [f"model = offload.from_pretrained('{tmp_path}'), in Python"] == [encoder.as_it_is.command]
-    assert ["offload.map_batches(fn, batches, model, in_flight=16), in Python"] == [way.command for way in encoder.ways]
     assert encoder.context_bytes is None
-    assert ("offload generate" in str(llama), "offload batch" in str(llama)) == (True, True)
+    assert [False, False] == [command in str(encoder) for command in ("offload generate", "offload batch")]
+    assert [True, True] == [command in str(llama) for command in ("offload generate", "offload batch")]
 
 
 def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
@@ -375,9 +355,9 @@ def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
 ) -> None:
     """No direct reads, and no disk space for a test file."""
     folder = saved(LlamaConfig(**HALF))
-    unknown = Disk(folder, free=0, writes=None, reads=None, reads_direct=None)
+    unknown = Disk(folder, free=0, writes=None, reads=None)
     monkeypatch.setattr("offload.planning.machine.reading_rate", lambda _file: None)
-    monkeypatch.setattr("offload.planning.machine._measured", lambda _folder, _nbytes: unknown)
+    monkeypatch.setattr("offload.planning.machine._measured", lambda _folder: unknown)
 
     with pytest.raises(ArgumentError, match="the disk could not be measured here: give disk_rate, as '2GB'"):
         offload.plan(folder)
@@ -410,26 +390,3 @@ def test_rates_are_measured_in_the_form_of_a_model(
     bits = {"fp8": 8.0, "mxfp4": 4.25}.get(form, 4.5)
     assert min(rates.streams, rates.multiplies, rates.packed, rates.call) > 0
     assert bits * 64 * 4096 / 8 == pytest.approx(sum(piece.nbytes for piece in pieces), rel=0.01)
-
-
-@pytest.mark.usefixtures("slow_machine")
-def test_a_plan_on_a_terminal_is_in_colours_and_elsewhere_is_not(
-    saved: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ["plan", str(saved(LlamaConfig(**HALF))), "--disk-rate", "1GB"]
-    said = {}
-    for name, settings in {
-        "plain": {},
-        "terminal": {"FORCE_COLOR": "1"},
-        "bare": {"FORCE_COLOR": "1", "NO_COLOR": "1"},
-    }.items():
-        with monkeypatch.context() as place:
-            for variable, value in settings.items():
-                place.setenv(variable, value)
-            assert 0 == cli.main(command)
-            said[name] = capsys.readouterr().out
-
-    assert "\x1b" not in said["plain"]
-    assert "\x1b[1;32mRuns here" in said["terminal"]
-    assert "\x1b[36moffload generate" in said["terminal"]
-    assert "\x1b[36m" not in said["bare"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import random
 import threading
@@ -196,22 +195,6 @@ def test_an_error_of_the_disk_is_that_of_its_load_alone(opened, monkeypatch):
         with pytest.raises(ReadError, match=str(opened.path)):
             coming.take()
         coming.take()
-
-
-def test_reads_that_a_file_system_refuses_go_through_its_cache(opened, data, monkeypatch):
-    read = os.preadv
-
-    def refusing(fd: int, buffers: list[memoryview], first: int) -> int:
-        if first and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return read(fd, buffers, first)
-
-    monkeypatch.setattr(os, "preadv", refusing)
-    part = FilePart(opened, SIZE - 5000, 5000)
-    assert can_be_read(opened)
-
-    assert [data[-5000:]] == [text(load, part) for load in in_order([Load([part])])]
-    assert not can_be_read(opened)
 
 
 def test_without_threads_it_is_read_by_the_caller(opened, data, monkeypatch):

@@ -262,13 +262,15 @@ def test_a_truncated_file_is_an_error_and_not_a_signal(file):
         found.bring_in()
 
 
-def test_pages_are_touched_on_kernels_without_the_call(file, monkeypatch):
+def test_pages_are_announced_on_kernels_without_the_call(file, monkeypatch):
     """Kernels before 5.14 lack it."""
+    announced: list[tuple[int, int]] = []
     monkeypatch.setattr(pages, "_MADV_POPULATE_READ", 12345)
-    found = whole(file)
-    found.bring_in()
+    monkeypatch.setattr(pages, "announce", lambda *given: announced.append(given))
+    place = mapped(file).data_ptr(), MIB
 
-    assert found.is_cached()
+    assert not pages.bring_in(*place)
+    assert [place] == announced
 
 
 def test_ranges_of_other_users_files_never_count_as_cached(file, monkeypatch):

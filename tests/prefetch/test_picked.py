@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from string import ascii_letters
@@ -16,8 +13,7 @@ from safetensors.torch import save_file
 import offload
 from bench.page_cache import cached_fraction, make_cold
 from bench.traces import COLUMNS, ROWS, hits_in_hindsight, orders, replayed, stack
-from offload.prefetch import engine as engines
-from offload.prefetch import pages, tables
+from offload.prefetch import pages
 from offload.prefetch.engine import CHECKED_FOR, POOL, Engine, expect
 from offload.prefetch.picked import _RESCALE, Picked
 from offload.prefetch.plan import Pool, Value
@@ -274,70 +270,6 @@ def test_a_table_counts_as_in_memory_once_all_of_it_is(tmp_path: Path, pick: Cal
 
     offload.budget.evict(table)
     assert not has_rows_here(handle_of(table))
-
-
-@needs_page_cache
-@pytest.mark.parametrize("pick", [torch.nn.functional.embedding, lambda rows, table: table.index_select(0, rows)])
-@pytest.mark.parametrize("room", ["64MiB", "8MiB"])
-def test_a_table_that_fits_is_read_in_once_many_of_its_rows_were_read(
-    tmp_path: Path, pick: Callable[..., torch.Tensor], room: str
-) -> None:
-    path, table = cold_table(tmp_path)
-    chosen = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[:256]
-
-    with offload.set_max_memory(room):
-        for rows in chosen.split(64):
-            make_cold([path])
-            assert torch.equal(pick(rows, table)[:, 0], rows * 1024.0)
-        until_nothing_is_brought_in()
-
-        assert (room == "64MiB") == (cached_fraction([path]) > 0.99)
-        pick(chosen, table)
-        assert (room == "64MiB") == has_rows_here(handle_of(table))
-        offload.budget.evict(table)
-
-    assert cached_fraction([path]) < 0.01
-
-
-def until_nothing_is_brought_in() -> None:
-    while engines._ENGINE.reader._parts:
-        time.sleep(0.001)
-
-
-@needs_page_cache
-def test_an_evicted_table_is_not_read_in_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, table = cold_table(tmp_path)
-    has_begun, goes_on = threading.Event(), threading.Event()
-
-    def populate(address: int, nbytes: int) -> bool:
-        has_begun.set()
-        return goes_on.wait(10) and pages.populate(address, nbytes)
-
-    monkeypatch.setattr(tables, "populate", populate)
-    monkeypatch.setattr(tables, "_PART", MIB)
-    torch.nn.functional.embedding(torch.arange(0, 4096, 16), table)
-    assert has_begun.wait(10)
-    offload.budget.evict(table)
-    goes_on.set()
-    until_nothing_is_brought_in()
-
-    assert cached_fraction([path]) < 0.5
-
-
-@needs_page_cache
-def test_a_mostly_unwritten_table_is_not_read_in(tmp_path: Path):
-    path = tmp_path / "t.safetensors"
-    save_file({"table": torch.zeros(4096, 1024)}, path)
-    size, contents = path.stat().st_size, path.read_bytes()
-    path.write_bytes(contents[: 8 + int.from_bytes(contents[:8], "little")])
-    os.truncate(path, size)
-    table = offload.load_file(path)["table"]
-    make_cold([path])
-
-    torch.nn.functional.embedding(torch.arange(0, 4096, 8), table)
-    until_nothing_is_brought_in()
-
-    assert cached_fraction([path]) < 0.5
 
 
 def test_runs_of_rows_stay_within_the_table():

@@ -36,16 +36,6 @@ def test_a_budget_never_exceeds_the_available_memory(budget: int | None, window:
         assert 8 == len(kept(values_of(Pool(budget, window), [MIB] * 20)))
 
 
-@pytest.mark.parametrize("budget", [None, 10 * MIB])
-def test_an_assistant_in_memory_leaves_less_to_the_values(budget: int | None):
-    pool, assistant = Pool(budget), torch.nn.Linear(1, 1)
-    pool.beside[assistant] = 4 * MIB
-    with available(10 * MIB if budget is None else 1 << 40):
-        pool.reconsider(anew=True)
-
-    assert 6 * MIB == pool.capacity
-
-
 def test_a_budget_set_later_leaves_memory_for_its_own_window():
     """The window of all memory on a fast disk would be more than a small budget."""
     pool = Pool()
@@ -329,14 +319,3 @@ def test_available_memory_is_not_queried_at_each_read(monkeypatch: pytest.Monkey
         pool.reconsider()
 
     assert 1 == len(asked)
-
-
-def test_a_plan_is_logged(caplog: pytest.LogCaptureFixture):
-    pool = Pool(3 * MIB)
-    values = values_of(pool, [MIB] * 8)  # kept alive: a pool only knows live values
-
-    with caplog.at_level("DEBUG", "offload.prefetch"):
-        pool.reconsider(anew=True)
-
-    assert 8 == len(values)
-    assert [f"{3 * MIB} bytes may stay: 3 of 8 values, {8 * MIB} bytes in all"] == caplog.messages

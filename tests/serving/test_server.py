@@ -134,16 +134,13 @@ def test_an_answer_ends_before_a_stop_string(server, model):
 
 
 def test_a_seed_gives_the_same_sample_and_without_one_answers_differ(server):
-    asked = {"prompt": "w3", "max_tokens": 8, "temperature": 1.0, "n": 3}
-    one, other = (server.post("/v1/completions", {**asked, "n": 1})[1]["choices"][0]["text"] for _ in range(2))
+    asked = {"prompt": "w3", "max_tokens": 8, "temperature": 1.0}
+    one, other = (server.post("/v1/completions", asked)[1]["choices"][0]["text"] for _ in range(2))
 
-    _, first = server.post("/v1/completions", {**asked, "n": 1, "seed": 7})
-    _, again = server.post("/v1/completions", {**asked, "n": 1, "seed": 7})
-    _, many = server.post("/v1/completions", {**asked, "seed": 7})
+    _, first = server.post("/v1/completions", {**asked, "seed": 7})
+    _, many = server.post("/v1/completions", {**asked, "prompt": ["w4", "w3"], "seed": 7})
 
-    assert many["choices"][0]["text"] == first["choices"][0]["text"]
-    assert first["choices"][0]["text"] == again["choices"][0]["text"]
-    assert 3 == len({choice["text"] for choice in many["choices"]})
+    assert first["choices"][0]["text"] == many["choices"][1]["text"]
     assert one != other
 
 
@@ -161,17 +158,14 @@ def test_a_sample_is_the_one_that_generate_draws(server, model, fields):
     assert words(tokens[0, 2:].tolist()) == said["choices"][0]["text"].strip()
 
 
-def test_a_token_that_ends_answers_does_so_unless_it_is_ignored(model, tmp_path):
+def test_a_token_that_ends_answers_does_so(model, tmp_path):
     tokens = greedy(model, [3, 4], 8)
-    count = tokens.index(tokens[2])
     place = saved(tmp_path / "ending", tiny_tokenizer(), eos_token_id=tokens[2])
-    asked = {"prompt": "w3 w4", "max_tokens": 8, "temperature": 0}
     with running(place, tmp_path / "log") as ending:
-        answers = [ending.post("/v1/completions", {**asked, "ignore_eos": way})[1] for way in (False, True)]
+        _, said = ending.post("/v1/completions", {"prompt": "w3 w4", "max_tokens": 8, "temperature": 0})
 
-    [(ended, ignoring)] = zip(*(answer["choices"] for answer in answers), strict=True)
-    assert (words(tokens[:count]), "stop") == (ended["text"].strip(), ended["finish_reason"])
-    assert (words(tokens), "length") == (ignoring["text"].strip(), ignoring["finish_reason"])
+    [ended] = said["choices"]
+    assert (words(tokens[: tokens.index(tokens[2])]), "stop") == (ended["text"].strip(), ended["finish_reason"])
 
 
 WRONG = {
@@ -191,7 +185,7 @@ WRONG = {
     "a long prompt": ({"prompt": "w3 " * 5000}, 400, "context_length_exceeded"),
     "10 MB": ({"prompt": "w" * 10_000_000}, 413, "request_too_large"),
     "too many prompts": ({"prompt": ["w3", "\ud800"] * 30}, 400, None),
-    "too many answers": ({"prompt": ["w3"] * 30, "n": 2}, 400, None),
+    "several answers": ({"prompt": "w3", "n": 2}, 400, None),
 }
 
 
@@ -202,7 +196,7 @@ def test_a_wrong_request_is_refused_in_the_words_that_clients_know(server, what)
     said = server.post("/v1/completions", body)
 
     assert (status, code) == (said[0], said[1]["error"]["code"])
-    assert ("at most 40 answers" in said[1]["error"]["message"]) == (what in ("too many prompts", "too many answers"))
+    assert ("at most 40 prompts" in said[1]["error"]["message"]) == (what == "too many prompts")
     assert "invalid_request_error" == said[1]["error"]["type"]
 
 
@@ -256,19 +250,14 @@ def test_clients_that_send_garbage_or_nothing_hold_up_no_other(server):
     assert 200 == status
 
 
-@pytest.mark.parametrize(("patience", "most", "first"), [(0.1, 1000, 0), (1000, 4, 4)])
-def test_connections_that_ask_for_nothing_or_are_too_many_are_closed(
-    patience, most, first, folder, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(serving, "_PATIENCE", patience)
-    monkeypatch.setattr(serving, "resource", SimpleNamespace(getrlimit=lambda _: (2 * most,), RLIMIT_NOFILE=0))
+def test_a_request_beyond_the_connections_that_there_are_files_for_is_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "resource", SimpleNamespace(getrlimit=lambda _: (4,), RLIMIT_NOFILE=0))
     with running(folder, tmp_path / "log") as small:
         host, port = small.url.removeprefix("http://").split(":")
-        idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(6)]
+        idle = socket.create_connection((host, int(port)), timeout=60)
 
-        assert {b""} == {one.recv(1) for one in idle[first:]}
-        for one in idle:
-            one.close()
+        assert 503 == small.post_raw("/v1/completions", {"prompt": "w3"})[0]
+        idle.close()
 
 
 def test_a_full_queue_is_a_429(folder, tmp_path):
@@ -324,9 +313,9 @@ def test_kept_prompts_give_the_same_answers_again(folder, model, tmp_path):
 
 
 def test_an_assistant_drafts_for_answers_that_share_the_passes(folder, model, tmp_path):
-    """The assistant is the model itself, so that all it drafts is accepted: with three tokens, four a pass."""
+    """The assistant is the model itself, so that all it drafts is accepted."""
     prompts = [[number + 1, 5, 7] for number in range(4)]
-    drafting = ["--assistant", str(folder), "--draft", "3", "--max-memory", "1MiB"]
+    drafting = ["--assistant", str(folder), "--max-memory", "1MiB"]
     with running(folder, tmp_path / "log", *drafting) as server, ThreadPoolExecutor(4) as clients:
 
         def choice(prompt: list[int], **options: Any) -> Any:
@@ -342,7 +331,7 @@ def test_an_assistant_drafts_for_answers_that_share_the_passes(folder, model, tm
     assert [words(greedy(model, prompt, 24)) for prompt in prompts] == [text.strip() for text in found]
     assert alone == found[0]
     assert 24 == figures["offload_tokens_total"]
-    assert figures["offload_passes_total"] < 12
+    assert figures["offload_passes_total"] < 24
     assert seeded[0] == seeded[1]
     assert 24 == len(scored["token_logprobs"])
 

@@ -98,13 +98,12 @@ def test_in_a_private_folder_a_name_may_be_used_again():
     paths = [claim("same name", None, owner) for owner in owners]
 
     assert 3 == len(set(paths))
-    assert {"same%20name.safetensors"} == {path.name for path in paths}
+    assert all(path.name.endswith("same%20name.safetensors") for path in paths)
     assert all(path.is_relative_to(private_folder()) for path in paths)
     for path in paths:
         path.touch()
         discard(path)
-    assert not any(path.parent.exists() for path in paths[1:])
-    assert private_folder().exists()
+    assert not any(path.exists() for path in paths)
 
 
 def test_a_private_folder_vanishes_however_its_process_ends_and_a_killed_ones_is_swept(tmp_path):

@@ -164,12 +164,6 @@ class TestTorchSave(ReaderTests):
         torch.save(self.values, path)
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-class TestOldTorchSave(ReaderTests):
-    def write(self, path: Path) -> None:
-        torch.save(self.values, path, _use_new_zipfile_serialization=False)
-
-
 class TestGguf(ReaderTests):
     def write(self, path: Path) -> None:
         writer = gguf.GGUFWriter(path, "llama")

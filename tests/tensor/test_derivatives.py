@@ -138,3 +138,13 @@ def test_results_of_dual_tensors_stay_in_memory():
             actual = of_duals(norm_of_double, value)
 
         assert_equal(expected, actual)
+
+
+def test_a_reduced_product_with_a_sparse_matrix_has_the_gradient_of_memory():
+    """Whose backward reads the dense factor below every dispatcher: torch would crash."""
+    left, plain = torch.rand(4, 4).to_sparse_csr(), torch.randn(4, 3, requires_grad=True)
+    stored = offload.OffloadedTensor.from_original_tensor(plain.detach(), "w").requires_grad_()
+    for right in (plain, stored):
+        torch.sparse.mm(left, right, "amax").sum().backward()
+
+    assert torch.equal(plain.grad, stored.grad)

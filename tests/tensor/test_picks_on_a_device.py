@@ -114,8 +114,8 @@ def test_picked_rows_are_sent_as_they_are_stored(device: torch.device, folder: P
 @on_the_device
 def test_rows_that_numpy_decodes_are_not_sent_there_and_back(device: torch.device, folder: Path) -> None:
     delayed.ops.late(50)
-    blocks = stored(folder, {"table": random_bytes(ROWS, COLUMNS // 256 * 84)})["table"]
-    decoder = Decoder(partial(decode, kind="Q2_K"), (1,))
+    blocks = stored(folder, {"table": random_bytes(ROWS, COLUMNS // 256 * 66)})["table"]
+    decoder = Decoder(partial(decode, kind="TQ2_0"), (1,))
     recipe = Decoded(contiguous(torch.float32, (ROWS, COLUMNS)), decoder, [Piece(handle_of(blocks))])
     table, rows, found = wrap_handle(Handle.compose(recipe, "table"), CPU), torch.tensor(PICKS), list[torch.Tensor]()
     back = delayed.ops.returned()

@@ -44,7 +44,6 @@ CARRIERS: dict[str, Callable[[Any], bytes]] = {
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickled": lambda value: pickle.loads(pickle.dumps(value)),
     "pickled as of old": lambda value: pickle.loads(pickle.dumps(value, protocol=2)),
-    "by reference": lambda value: pickle.loads(pickle.dumps(offload.by_reference(value))),
     "saved": lambda value: _saved_and_loaded(value, weights_only=True),
     "saved, any class": lambda value: _saved_and_loaded(value, weights_only=False),
     "copied": copy.copy,
@@ -86,15 +85,6 @@ def test_attributes_go_along_as_those_of_plain_tensors(way: str, carrying: str) 
     assert noted == of_view
     assert vars(kept[0]) == set_by_others(kept[1])
     assert_equal(copies[0], copies[1])
-
-
-def test_attributes_may_refer_to_the_tensor_by_reference() -> None:
-    stored = offloaded(torch.ones(2))
-    vars(stored)["of"] = [stored]
-
-    found = COPIES["by reference"](stored)
-
-    assert found.of[0] is found
 
 
 @pytest.fixture(params=CARRIERS)

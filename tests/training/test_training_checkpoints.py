@@ -148,27 +148,22 @@ def test_files_that_a_model_refers_to_stay_until_a_save_without_it(cut, tmp_path
 
         assert torch.equal(expected, model.weight)
         assert torch.equal(expected, offload.load_tree(tmp_path)["model"]["weight"])
-    assert is_offloaded(model.weight) == (tmp_path / "1").exists()
+    assert is_offloaded(model.weight) == (tmp_path / "tensors-1.safetensors").exists()
     offload.training.save_training(network(), tmp_path)
 
-    assert not (tmp_path / "1").exists()
-    assert 2 == len(os.listdir(tmp_path))
+    assert ["tensors-4.safetensors", "tree.json"] == sorted(os.listdir(tmp_path))
 
 
-def test_trees_and_training_checkpoints_do_not_replace_one_another_nor_foreign_files(tmp_path):
+def test_trees_that_save_training_did_not_write_are_refused(tmp_path):
     offload.save_tree({"model": {"0.weight": torch.ones(2)}, "optimizer": None}, tmp_path / "tree")
-    offload.training.save_training(network(), tmp_path / "run", step=1)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "tree.json").write_text('{"mine": 1}')
     before = contents(tmp_path)
 
-    for folder, kind in (("tree", "a training checkpoint"), ("foreign", "a tree that offload saved")):
-        with pytest.raises(ForeignFileError, match=rf"tree\.json is not {kind}.*Take another folder"):
-            offload.training.save_training(network(), tmp_path / folder)
-    with pytest.raises(CheckpointError, match=r"tree\.json is not a training checkpoint.*nothing was changed"):
+    with pytest.raises(CheckpointError, match=r"tree that save_training did not write"):
         offload.training.load_training(network(), tmp_path / "tree")
     with pytest.raises(ForeignFileError, match=r"tree\.json is not a tree that offload saved.*Take another folder"):
-        offload.save_tree([torch.ones(2)], tmp_path / "run")
+        offload.training.save_training(network(), tmp_path / "foreign")
     assert before == contents(tmp_path)
 
 
@@ -184,7 +179,7 @@ def test_small_values_are_back_in_memory_and_need_no_checkpoint(tmp_path):
     assert {"step": False, "exp_avg": False, "exp_avg_sq": False} == kept
     assert kept == {name: is_offloaded(value) for name, value in optimizer.state[model[0].bias].items()}
     assert is_offloaded(optimizer.state[model[3].weight]["exp_avg"])
-    assert not (tmp_path / "1").exists()
+    assert not (tmp_path / "tensors-1.safetensors").exists()
     train(model, optimizer)
 
 
@@ -192,7 +187,7 @@ def test_small_values_are_back_in_memory_and_need_no_checkpoint(tmp_path):
 
 
 def test_a_folder_without_a_checkpoint_says_so(tmp_path):
-    with pytest.raises(MissingFileError, match="no training checkpoint yet"):
+    with pytest.raises(MissingFileError, match="there is no tree here"):
         offload.training.load_training(network(), tmp_path)
 
 
@@ -228,14 +223,6 @@ def test_a_model_and_optimizer_that_do_not_fit_are_unchanged(tmp_path):
     assert 0.5 == groups.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"offload": 1'])
-def test_a_truncated_checkpoint_is_refused(text, tmp_path):
-    offload.training.save_training(network(), tmp_path).write_text(text)
-
-    with pytest.raises(CheckpointError, match=r"tree\.json"):
-        offload.training.load_training(network(), tmp_path)
-
-
 ENDLESS: list[object] = []
 ENDLESS.append(ENDLESS)
 
@@ -258,13 +245,16 @@ def test_values_that_are_not_plain_data_are_refused_by_name(tmp_path, value, wor
     assert [] == os.listdir(tmp_path)
 
 
-def test_values_of_a_subclass_are_refused_by_name(tmp_path):
+def test_values_of_a_subclass_are_refused_by_name_or_left_out(tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 64))
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
 
-    with pytest.raises(UnsupportedOpError, match=r"model\.0\.weight.*frozen=False"):
+    with pytest.raises(UnsupportedOpError, match=r"model\.0\.weight.*a tensor subclass"):
         offload.training.save_training(model, tmp_path)
+    model.requires_grad_(False)
+    offload.training.save_training(model, tmp_path, frozen=False)
+    offload.training.load_training(model, tmp_path)
 
 
 DRIVER = """
@@ -346,9 +336,6 @@ def test_a_run_killed_at_any_moment_has_the_losses_of_an_uninterrupted_one(quick
     assert 2 == len(found["left"])
 
 
-# Damage
-
-
 def everything(model, optimizer, scheduler):
     """Everything that `load_training` may change, in comparable form."""
     state = optimizer.state_dict()
@@ -371,74 +358,6 @@ def run(tmp_path):
     offload.training.save_training(model, folder, optimizer, scheduler=scheduler, notes={"best": 0.5, (1, 2): [3]})
     train(model, optimizer), scheduler.step()
     return folder, model, optimizer, scheduler
-
-
-def places(node, way=()):
-    """Every place in JSON; for long lists, some of them."""
-    yield way
-    if isinstance(node, dict):
-        for key, part in node.items():
-            yield from places(part, (*way, key))
-    elif isinstance(node, list):
-        for index in range(min(len(node), 3)):
-            yield from places(node[index], (*way, index))
-
-
-def changed(node, way, new):
-    if not way:
-        return new
-    key, *rest = way
-    copied = node.copy()
-    copied[key] = changed(node[key], rest, new)
-    return copied
-
-
-def loaded(folder, objects):
-    """Load, and return our error, if any."""
-    try:
-        offload.training.load_training(objects[0], folder, objects[1], scheduler=objects[2])
-    except offload.OffloadError as error:
-        return error
-    return None
-
-
-def test_damaged_state_is_loaded_as_a_whole_or_not_at_all(run):
-    """Each place in `tree.json` in turn contains something else."""
-    folder, *objects = run
-    path = folder / "tree.json"
-    state = json.loads(path.read_text())
-    refused = 0
-    ways = [way for way in places(state["structure"]) if way]
-    odd = (None, -1, 10**40, 1e300, "x", [], {"list": []}, {"dict": {}}, {"items": [[[], 1]]}, {"tensor": "model"})
-    trials = [(way, odd[(number + more) % len(odd)]) for number, way in enumerate(ways) for more in range(0, 10, 3)]
-    before = everything(*objects)
-    for way, new in trials:
-        path.write_text(json.dumps({**state, "structure": changed(state["structure"], way, new)}))
-        error = loaded(folder, objects)
-        if error is not None:
-            refused += 1
-            assert str(folder) in str(error), (way, new, error)
-            assert everything(*objects) == before, (way, new, error)
-        else:
-            path.write_text(json.dumps(state))
-            assert loaded(folder, objects) is None
-            before = everything(*objects)
-
-    assert refused > len(trials) // 2
-
-
-@pytest.mark.parametrize("which", ["python", "numpy", "torch"])
-def test_an_invalid_random_state_changes_nothing(which, run):
-    folder, *objects = run
-    state, before = json.loads((folder / "tree.json").read_text()), everything(*objects)
-    state["structure"]["dict"]["random"]["dict"][which] = None
-    (folder / "tree.json").write_text(json.dumps(state))
-
-    error = loaded(folder, objects)
-
-    assert isinstance(error, CheckpointError)
-    assert "tree.json is not complete: its states of random numbers" in str(error)
-    assert everything(*objects) == before
 
 
 class Stubborn:

@@ -45,20 +45,13 @@ def _weight(pieces: Pieces) -> OffloadedTensor | None:
     weight = pieces.get("")
     kind = next((kind for kind in _NUMBERS if kind in pieces), None)
     if weight is not None and kind is not None:
-        _refuse_other(pieces, "load_in_8bit")
         return _of_4_bits(pieces, weight, kind)
     if weight is None or (weight.dtype not in (torch.uint8, torch.int8) and "absmax" not in pieces):
         pieces.check(weight is None or "SCB" not in pieces, "there are scales, and the weight is not int8")
         return None
     if weight.dtype == torch.uint8 or "absmax" in pieces:
         return pieces["fp4" if pieces.settings.get("bnb_4bit_quant_type") == "fp4" else "nf4"]  # is missing
-    _refuse_other(pieces, "load_in_4bit")
     return _of_8_bits(pieces, weight, pieces["SCB"])
-
-
-def _refuse_other(pieces: Pieces, key: str) -> None:
-    said = bool(pieces.settings.get(key) or pieces.settings.get(f"_{key}"))
-    pieces.check(not said, f"the quantization_config says {key}, which it is not")
 
 
 def _state_of(pieces: Pieces, kind: str) -> tuple[tuple[int, ...], torch.dtype, int, int | None, float]:

@@ -27,7 +27,6 @@ from offload.checkpoints.forms.decoding import (
     Format,
     Pieces,
     decoded,
-    is_followed,
     number_rows,
     of_layer,
     read_now,
@@ -45,8 +44,8 @@ _NVFP4 = "nvfp4-pack-quantized"
 _HALVES = (_NVFP4, "mxfp4-pack-quantized")
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
 _CENTRED = (-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+_STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 _UNNAMED = (None, "mixed-precision", "dense")  # determined by the pieces
-_FOLLOWED = {"actorder": ("weight", "static"), "dynamic": (), "type": ("int", "float")}  # settings of weights
 
 
 @dataclass(frozen=True)
@@ -82,34 +81,25 @@ class _Scheme:
             sizes = (size := int(size),)
         found = group.get("format") or form
         found, bits = None if found in _UNNAMED else str(found), int(weights.get("num_bits", 8))
-        wrong = {
-            f"the strategy {strategy!r}": strategy in ("tensor", "channel", "group", "tensor_group", "block"),
-            f"a scale for {size}": min(sizes, default=1) >= 1,
-            f"{bits} bits": 1 <= bits <= 8,
-            f"the format {found!r}": found in (_WORDS, *_HALVES, *_BYTES, None),
-            **{
-                f"{key} {weights[key]!r}": weights[key] in (None, False) or is_followed(weights[key], followed)
-                for key, followed in _FOLLOWED.items()
-                if key in weights
-            },
-        }
-        if not all(wrong.values()):
-            raise ValueError(f"{next(key for key, fits in wrong.items() if not fits)} is not decoded here")
-        return cls(tuple(map(str, group["targets"])), found, bits, strategy, size, bool(weights.get("symmetric", True)))
+        scheme = cls(
+            tuple(map(str, group["targets"])), found, bits, strategy, size, bool(weights.get("symmetric", True))
+        )
+        is_known = strategy in _STRATEGIES and found in (_WORDS, *_HALVES, *_BYTES, None)
+        if not is_known or min(sizes, default=1) < 1 or not 1 <= bits <= 8:
+            raise ValueError(f"{scheme} is not decoded here")
+        return scheme
 
     def __str__(self) -> str:
-        size = "" if self.size is None else f" of {self.size}"
         zeros = "" if self.symmetric else ", with zero points"
-        return f"{self.form or 'no format'}, {self.bits} bits, {self.strategy}{size}{zeros}"
+        return f"{self.form or 'no format'}, {self.bits} bits, {self.strategy} {self.size or ''}{zeros}"
 
 
 def _read(settings: Settings) -> tuple[_Scheme, ...]:
-    config = settings.get("quantization_config") or settings
-    sparse = (config.get("sparsity_config") or {}).get("format") or "dense"
+    sparse = (settings.get("sparsity_config") or {}).get("format") or "dense"
     if sparse != "dense":
         raise ValueError(f"weights that are {sparse} are not decoded here")
-    groups = (config.get("config_groups") or {}).values()
-    return tuple(_Scheme.of(group, config.get("format")) for group in groups if group.get("weights"))
+    groups = (settings.get("config_groups") or {}).values()
+    return tuple(_Scheme.of(group, settings.get("format")) for group in groups if group.get("weights"))
 
 
 def _scheme_of(pieces: Pieces) -> _Scheme:
@@ -141,10 +131,7 @@ def _matches(name: str, target: str) -> bool:
 def _weight(pieces: Pieces) -> OffloadedTensor | None:
     packed, plain = pieces.get("weight_packed"), pieces.get("")
     if packed is None and plain is not None and plain.dtype not in _SMALL:
-        if "weight_scale" in pieces:
-            form = _scheme_of(pieces).form
-            fits = form is None and plain.dtype.is_floating_point
-            pieces.check(fits, f"the quantization_config says {form}: whether the scale is to be used is not known")
+        pieces.check("weight_scale" not in pieces, "the weight is dense: whether the scale is to be used is not known")
         return None
     numbers = plain if packed is None and plain is not None else pieces["weight_packed"]
     pieces.check("weight_g_idx" not in pieces, "its columns are in another order (actorder), which is not decoded")

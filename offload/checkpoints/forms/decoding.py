@@ -8,7 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
@@ -40,14 +40,12 @@ class Format:
         ends: the ends of the names of pieces, each with what the dense weight's name has there, and the piece's role;
             without a role it is left out. A name with no such end is that of a weight, whose role is "".
         weight: the dense weight over its pieces; None if what is stored under its name is dense.
-        followed: the values of a setting that are carried out, text in lowercase, by its key.
         read: what `weight` needs to know of the settings; raises `ValueError`, `TypeError`, `KeyError`,
-            `AttributeError` or `OverflowError` for malformed ones.
+            `AttributeError` or `OverflowError` for malformed ones, and for those that are not carried out.
     """
 
     ends: Mapping[str, tuple[str, str | None]]
     weight: Callable[[Pieces], OffloadedTensor | None]
-    followed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     read: Callable[[Settings], Any] = dict
 
     def place_of(self, name: str) -> tuple[str, str | None]:
@@ -62,12 +60,6 @@ class Format:
 def _with_end(name: str, end: str, instead: str) -> str:
     """A name with another end; a layer without a name is that of a dot."""
     return (f".{name}".removesuffix(end) + instead).removeprefix(".")
-
-
-def is_followed(value: object, followed: tuple[object, ...]) -> bool:
-    """Whether a setting has one of the values that are carried out."""
-    plain = getattr(value, "value", value)
-    return (plain.lower() if isinstance(plain, str) else plain) in followed
 
 
 def of_layer(*pieces: str) -> dict[str, tuple[str, str | None]]:

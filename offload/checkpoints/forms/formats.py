@@ -5,9 +5,8 @@ Always true:
 - one table says which form of checkpoint is handled how, for loading, filling and converting
 - the pieces that are stored say which weights are packed; the settings say how
 - a weight with a piece that the format does not have, or with a setting that is not carried out, is refused
-- a setting without a value (None, False, empty) says nothing
-- pieces are saved as they are, under the names by which they were read; a value is saved dense if it was changed, or if
-  another one that is computed from the same pieces was
+- the pieces of a model are saved as they are, under the names by which they were read, if none of its packed values
+  was changed; otherwise all are saved dense
 
 Source of the settings: the configuration classes of transformers 5.23 and compressed-tensors 0.20; AutoGPTQ, GPTQModel,
 AutoAWQ and auto-round.
@@ -15,12 +14,10 @@ AutoAWQ and auto-round.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +25,7 @@ from torch import nn
 from offload.annotations import Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.forms import bitsandbytes, compressed_tensors, fp8, integers
-from offload.checkpoints.forms.decoding import Format, Pieces, Tensors, is_followed, method_of, unfit
+from offload.checkpoints.forms.decoding import Format, Pieces, Tensors, method_of, unfit
 from offload.checkpoints.forms.gguf import as_saved
 from offload.checkpoints.forms.integers import for_modules
 from offload.checkpoints.forms.torchao import PARTS_NOTE, rebuilt
@@ -38,9 +35,8 @@ from offload.storage.handle import Handle
 from offload.system.reasons import short
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Joined, Piece, stored_in
-from offload.tensor.saved import identity_of
-from offload.tensor.views import handle_of, is_part, meta_of
+from offload.tensor.recipes import Joined, stored_in
+from offload.tensor.views import handle_of, is_part
 from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass
 
@@ -48,16 +44,14 @@ FORMATS: dict[str, Format] = {  # by the method's name in a configuration
     "awq": integers.AWQ,
     "bitsandbytes": bitsandbytes.FORMAT,
     "compressed-tensors": compressed_tensors.FORMAT,
-    "fbgemm_fp8": fp8.FBGEMM,
+    "fbgemm_fp8": fp8.FORMAT,
     "fp8": fp8.FORMAT,
     "gptq": integers.GPTQ,
     "mxfp4": fp8.MXFP4,
     "mxfp8": fp8.FORMAT,
 }
 _LEFT_TO_TRANSFORMERS = ("bitnet", "metal", "torchao")
-_REFUSED = ("is_marlin_format", "moe_sparsity_config", "rotation", "transform_config")  # settings of any method
-_OF_LAYERS = ("dynamic", "extra_config")  # settings of some layers, which must not be packed in other bits
-_NOT_PACKED = 16  # bits of a layer that is left as it is
+_REFUSED = ("is_marlin_format", "moe_sparsity_config", "rotation", "transform_config")  # settings that change weights
 _WAY_OUT = "Get the checkpoint in another form, or dequantize it with the package that packed it, and save that."
 
 
@@ -79,7 +73,7 @@ def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTen
             f"package that packed it and save that, or get a checkpoint in one of the forms "
             f"{', '.join(sorted([*FORMATS, *_LEFT_TO_TRANSFORMERS]))}"
         )
-    _refuse_settings(quantization, FORMATS[method], path)
+    _refuse_settings(quantization, path)
     try:
         settings = FORMATS[method].read(quantization)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -115,28 +109,14 @@ def _dense(tensors: Tensors, form: Format, settings: object) -> dict[str, Offloa
     return dense
 
 
-def _refuse_settings(quantization: Settings, form: Format, path: Path | None) -> None:
-    """Refuse settings that say something of the weights that is not carried out, by their keys."""
-    inner = quantization.get("quantization_config")
-    for key, value in (*quantization.items(), *(inner.items() if isinstance(inner, Mapping) else ())):
-        if value is None or value is False or value in ("", [], {}):
-            continue
-        followed = form.followed.get(key)
-        is_refused = key in _REFUSED or (key in _OF_LAYERS and _has_other_bits(value, quantization.get("bits")))
-        if is_refused or (followed is not None and not is_followed(value, followed)):
-            ways = "" if followed is None else f", and weights are decoded with {' or '.join(map(str, followed))}"
-            raise CheckpointError(
-                f"the quantization_config of the checkpoint of {path} has {key!r}: {short(repr(value))}, which is not "
-                f"carried out here{ways}. {_WAY_OUT}"
-            )
-
-
-def _has_other_bits(layers: object, bits: object) -> bool:
-    each: list[Any] = list(layers.values()) if isinstance(layers, Mapping) else [layers]
-    if not all(one is None or isinstance(one, Mapping) for one in each):
-        return True
-    own = [one["bits"] for one in each if one and one.get("bits") is not None]
-    return any(one != bits and not (isinstance(one, int) and one >= _NOT_PACKED) for one in own)
+def _refuse_settings(quantization: Settings, path: Path | None) -> None:
+    """Refuse settings that change weights in a way that is not carried out, by their keys."""
+    key = next((key for key in _REFUSED if quantization.get(key)), None)
+    if key is not None:
+        raise CheckpointError(
+            f"the quantization_config of the checkpoint of {path} has {key!r}: {short(repr(quantization[key]))}, which "
+            f"is not carried out here. {_WAY_OUT}"
+        )
 
 
 # A checkpoint's values in the model's form
@@ -255,15 +235,7 @@ def refuse_scaled(
             )
 
 
-# Saving: the packed pieces, where a model's values are still computed from them
-
-
-_LEFT_OUT = {  # where a configuration lists the dense modules, by method
-    "bitsandbytes": "llm_int8_skip_modules",
-    "compressed-tensors": "ignore",
-}
-_USUAL = "modules_to_not_convert"
-_OF_A_MATRIX = 2  # dimensions
+# Saving: the packed pieces, if a model's values are still computed from them
 
 
 @dataclass(frozen=True)
@@ -272,43 +244,34 @@ class Packed:
 
     Attributes:
         quantization: the settings in its configuration.
-        names: of the model's values that were packed.
+        pieces: the names of the pieces of each value that was packed, by its name in the model.
         beside: tensors for kernels that quantize activations, which the checkpoint has and the model does not.
     """
 
     quantization: Settings
-    names: tuple[str, ...]
+    pieces: Mapping[str, frozenset[str]]
     beside: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(cls, model: nn.Module, quantization: Settings, beside: Mapping[str, torch.Tensor]) -> Packed:
         """From a model that has just been loaded."""
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        return cls(quantization, tuple(name for name, tensor in named if _is_packed(tensor)), beside)
+        pieces = {name: frozenset(found) for name, tensor in named if (found := _pieces_of(tensor))}
+        return cls(quantization, pieces, beside)
 
-    def still_beside(self, dense: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors to save beside the packed pieces if these values of the model are dense."""
-        changed = {name.rpartition(".")[0] for name in set(self.names) & dense.keys()}
-        if len(changed) == len({name.rpartition(".")[0] for name in self.names}):
-            return {}
-        return {
-            name: tensor
-            for name, tensor in self.beside.items()
-            if not any(".".join(name.split(".")[:depth]) in changed for depth in range(1, name.count(".") + 1))
-        }
+    def split(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The tensors to save of packed values, by their names in the checkpoint; and the other values, by their own.
 
-    def now(self, dense: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
-        """The settings for the configuration if these values of the model are dense; None if all are."""
-        changed = sorted(set(self.names) & dense.keys())
-        if len(changed) == len(self.names):
-            return None
-        if not changed:
-            return dict(self.quantization)
-        key = _LEFT_OUT.get(str(method_of(self.quantization)), _USUAL)
-        listed = self.quantization.get(key)
-        if listed is None:  # a list replaces what is left out without one, such as the output layer
-            listed = [name.removesuffix(".weight") for name, tensor in dense.items() if tensor.dim() == _OF_A_MATRIX]
-        return {**self.quantization, key: sorted({*listed, *(name.removesuffix(".weight") for name in changed)})}
+        There are none of the first kind if a value that was packed has been changed.
+        """
+        stored = dict(self.beside)
+        for name, names in self.pieces.items():
+            found = _pieces_of(state[name]) if name in state else {}
+            if found.keys() != names:
+                return {}, dict(state)
+            stored |= found
+        others = {name: tensor for name, tensor in state.items() if name not in self.pieces}
+        return (stored, others) if stored.keys().isdisjoint(others) else ({}, dict(state))
 
 
 def left_beside(
@@ -319,44 +282,21 @@ def left_beside(
     return {name: tensor for name, tensor in tensors.items() if handle_of(tensor) not in used}
 
 
-def packed_state(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The packed pieces of a model's values, by their names in the checkpoint; and the other values, by their own."""
-    owners = {name: list(_owners(tensor)) for name, tensor in state.items()}
-    made = {name for name, found in owners.items() if any(isinstance(owner, Decoded) for owner, _ in found)}
-    distinct = {identity_of(state[name]): name for name in made}  # tied values count once
-    used: Counter[Any] = Counter()
-    for name in distinct.values():
-        for owner, count in owners[name]:
-            used[owner] += count
-    whole = {owner for owner, count in used.items() if count == _size(owner)}
-    packed = {name for name in made if whole.issuperset(owner for owner, _ in owners[name])}
-    pieces: dict[str, torch.Tensor] = {
-        handle.name: wrap_handle(handle, CPU)
-        for name in sorted(packed)
-        for owner, _ in owners[name]
-        for handle in ([piece.handle for piece in owner.pieces] if isinstance(owner, Decoded) else [owner])
-    }
-    return pieces, {name: tensor for name, tensor in state.items() if name not in packed}
+def _pieces_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The stored tensors that a packed value is computed from, by their names; none of other values."""
+    if not is_offloaded(tensor) or is_part(tensor):
+        return {}
+    handles = list(_sources(handle_of(tensor)))
+    is_packed = any(is_decoded for _, is_decoded in handles)
+    return {handle.name: wrap_handle(handle, CPU) for handle, _ in handles if is_packed}
 
 
-def _is_packed(tensor: torch.Tensor) -> bool:
-    return any(isinstance(owner, Decoded) for owner, _ in _owners(tensor))
-
-
-def _owners(tensor: torch.Tensor) -> Iterator[tuple[Decoded | Handle, int]]:
-    """The sources that a value is computed from, and the number of elements of each; nothing for other values."""
-    if is_offloaded(tensor) and not is_part(tensor) and handle_of(tensor).composed is not None:
-        yield from _of_piece(Piece(handle_of(tensor)))
-
-
-def _of_piece(piece: Piece) -> Iterator[tuple[Decoded | Handle, int]]:
-    composed = piece.handle.composed
-    if isinstance(composed, Joined):
-        for inner, _ in composed.rows_of(piece.view_spec):
-            yield from _of_piece(inner)
+def _sources(handle: Handle) -> Iterator[tuple[Handle, bool]]:
+    """The stored values that one is computed from, each with whether it is a piece of a packed one."""
+    composed = handle.composed
+    if isinstance(composed, Decoded):
+        yield from ((piece.handle, True) for piece in composed.pieces)
+    elif isinstance(composed, Joined):
+        yield from (source for piece in composed.pieces for source in _sources(piece.handle))
     else:
-        yield composed if isinstance(composed, Decoded) else piece.handle, piece.view_spec.numel()
-
-
-def _size(owner: Decoded | Handle) -> int:
-    return meta_of(owner).numel() if isinstance(owner, Handle) else torch.Size(owner.layout.shape).numel()
+        yield handle, False

@@ -1,8 +1,8 @@
 """Weights of small floats with a scale per block: of 8 bits (DeepSeek, Qwen, Mistral), and of 4 (gpt-oss).
 
 Always true:
-- a weight is its numbers times the scales of their blocks, in float32, as in transformers' `Fp8Dequantize`; that holds
-  for wider floats, too, so that no weight that has scales is taken for a dense one
+- a weight is its numbers times the scales of their blocks, in float32, as in transformers' `Fp8Dequantize`; a weight of
+  wider floats that has scales is refused
 - experts of 4-bit floats (e2m1), two per byte, are recognised by their dtype, int8
 - in gpt-oss's MXFP4, a scale is the exponent of a block of 32, in any floating-point dtype; an expert is stored with
   its inputs innermost, and read with its outputs innermost: (experts, inputs, outputs)
@@ -25,19 +25,17 @@ from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
 _PACKED = (*(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.int8)
-_WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transformers' `FP8Experts`
 _MX_BLOCK = 32  # inputs that share an exponent
 _MX_TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, a cache line
 
 
-def _weight(pieces: Pieces, *, wide: tuple[torch.dtype, ...] = _WIDE) -> OffloadedTensor | None:
-    """The dense weight; numbers of the dtypes in `wide` are multiplied by scales, too, if there are any."""
+def _weight(pieces: Pieces) -> OffloadedTensor | None:
     weight = pieces.get("")
     if weight is None or ("scales" not in pieces and weight.dtype not in _PACKED):
         return None  # a scale alone, such as that of a norm, is a value of the model
     scales, is_fp4 = pieces["scales"], weight.dtype == torch.int8
-    pieces.check(weight.dtype in (*_PACKED, *wide), "there are scales, and the numbers are not 8-bit floats")
+    pieces.check(weight.dtype in _PACKED, "there are scales, and the numbers are not 8-bit floats")
     shape = [*weight.shape[:-1], *(side * (2 if is_fp4 else 1) for side in weight.shape[-1:])]
     rows, columns = _block(pieces, weight, scales, shape, _FP4_BLOCK if is_fp4 else pieces.settings)
     granule = rows
@@ -125,8 +123,6 @@ FORMAT = Format(
         "activation_scale": ("", None),
     },
     _weight,
-    followed={"expert_dtype": ("fp8", "fp4"), "scale_fmt": ("float", "ue8m0")},
     read=lambda settings: settings.get("weight_block_size"),
 )
-FBGEMM = Format(FORMAT.ends, partial(_weight, wide=()), read=FORMAT.read)
 MXFP4 = Format({"_blocks": ("", "blocks"), "_scales": ("", "scales")}, _mx_weight)

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
@@ -158,8 +157,7 @@ def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
         kind = class_of(config)
         make = getattr(kind, "from_config", None) or kind._from_config  # of an Auto class, or a model's
         empty: Pretrained = make(config, dtype=dtype or usual_dtype(source))
-    empty.loaded_from = source.path
-    return empty
+        return empty
 
 
 def is_new(source: Checkpoint) -> bool:
@@ -230,8 +228,6 @@ def _by_processors(
             halves.setdefault(names[experts["stem"]], {})[experts["part"]] = deferred(tensor)
         elif experts is not None:
             found[names[experts["stem"]]] = tensor
-        elif name == "output.weight" and kind.__name__ == "GPT2TensorProcessor":
-            found["lm_head.weight"] = tensor  # in float32, as experts are
         elif name in names:
             changed = _processed(tensor, name, kind.__name__, settings)
             found[names[name]] = (deferred(changed) if is_offloaded(changed) else changed).to(dtype)
@@ -260,25 +256,15 @@ class _Outline:
 _WITH_EXPERTS = ("Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")
 _EXPERTS = re.compile(r"(?P<stem>.*\.ffn_(?P<part>gate|down|up)_exps)\.weight")
 _KNOWN = {
-    *(f"{name}TensorProcessor" for name in ("", "T5", "Llama", "Bloom", "GPT2", "Mamba", "Nemotron", "Gemma2", "Lfm2")),
+    *(f"{name}TensorProcessor" for name in ("", "T5", "Llama", "Nemotron", "Gemma2", "Lfm2")),
     *_WITH_EXPERTS,
 }
-_TURNED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
 
 
 def _processed(tensor: OffloadedTensor, name: str, kind: str, settings: Settings) -> torch.Tensor:
     match kind.removesuffix("TensorProcessor"):
         case "Llama" if ".attn_q." in name or ".attn_k." in name:
             return _unpaired_heads(tensor, name, settings)
-        case "Bloom" if "attn_qkv" in name:  # queries, keys and values are stored per head
-            parts = [part.unflatten(0, (settings["n_head"], -1)) for part in deferred(tensor).chunk(3)]
-            return torch.stack(parts, 1).flatten(0, 2)
-        case "GPT2" if any(part in name for part in _TURNED):
-            return deferred(tensor).t()
-        case "Mamba" if "ssm_conv1d.weight" in name:
-            return deferred(tensor).unsqueeze(1)
-        case "Mamba" if "ssm_a" in name:
-            return _by_rows(tensor, _log_of_negated, 1)
         case "Nemotron" | "Gemma2" if "norm.weight" in name:
             return deferred(tensor) - 1
         case "Qwen2Moe" if "ffn_gate_inp_shexp" in name:
@@ -297,20 +283,14 @@ def _unpaired_heads(tensor: OffloadedTensor, name: str, settings: Settings) -> O
     height, left = divmod(len(tensor), count)
     if left or height % 2:
         raise ValueError(f"{name!r} has {len(tensor)} rows, which do not fit {count} heads")
-    return _by_rows(tensor, partial(_unpaired, rows=height), height)
-
-
-def _by_rows(tensor: OffloadedTensor, change: Decode, granule: int) -> OffloadedTensor:
-    """A function applied to groups of rows; on packed rows, before decoding, if possible."""
     handle = handle_of(tensor)
     made, packed = handle.composed, None
-    if isinstance(made, Decoded) and isinstance(change, partial) and change.func is _unpaired:
-        change, pieces, packed = partial(change, decode=made.decoder.decode), made.pieces, made.decoder.packed
-        packed = replace(packed, heads=granule) if isinstance(packed, GgufRows) else None
-    else:
-        pieces = (Piece(handle, view_spec_of(tensor)),)
+    change, pieces = partial(_unpaired, rows=height), [Piece(handle, view_spec_of(tensor))]
+    if isinstance(made, Decoded):  # packed rows change places before they are decoded
+        change, pieces, packed = partial(change, decode=made.decoder.decode), [*made.pieces], made.decoder.packed
+        packed = replace(packed, heads=height) if isinstance(packed, GgufRows) else None
     layout = contiguous(tensor.dtype, tuple(tensor.shape))
-    recipe = Decoded(layout, Decoder(change, (granule,), granule, packed=packed), pieces)
+    recipe = Decoded(layout, Decoder(change, (height,), height, packed=packed), pieces)
     return wrap_handle(Handle.compose(recipe, handle.name, handle.folder), CPU)
 
 
@@ -319,11 +299,6 @@ def _unpaired(values: torch.Tensor, *, rows: int, decode: Decode | None = None) 
     pairs = values.unflatten(0, (-1, rows // 2, 2))
     values = pairs.transpose(1, 2).flatten(0, 2)
     return values if decode is None else decode(values)
-
-
-def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
-    """With numpy, as in transformers: the last bits differ from torch's."""
-    return torch.from_numpy(np.log(-values.cpu().numpy())).to(values.device)
 
 
 def _by_conversions(

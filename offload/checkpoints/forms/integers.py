@@ -68,14 +68,19 @@ def _check_order(pieces: Pieces, order: OffloadedTensor, inputs: int, groups: in
     pieces.check(fits, f"g_idx names groups from {int(least)} to {int(most)} of {groups}")
 
 
-def _read(settings: Settings) -> tuple[int, int, int]:
+def _read(settings: Settings, *, is_awq: bool) -> tuple[int, int, int]:
     """The bits of a number, the inputs of a group (-1 for all), and what zero points are stored too small by."""
     size = settings.get("group_size")
     size = -1 if size is None else size
     if type(size) is not int or (size < 1 and size != -1):
         raise ValueError(f"groups of {size!r} inputs, which is neither a count nor -1")
-    version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    return int(settings.get("bits") or 4), size, int(str(version).lower() != "gptq_v2")
+    bits = settings.get("bits") or 4
+    given = [settings.get(key) for key in ("checkpoint_format", "format", *(("version",) if is_awq else ()))]
+    layouts = [str(getattr(one, "value", one)).lower() for one in given if one]
+    known, counts = ({"gemm"}, (4,)) if is_awq else ({"gptq", "gptq_v2"}, (2, 4, 8))
+    if bits not in counts or not known.issuperset(layouts):
+        raise ValueError(f"{bits} bits in the layout {layouts or 'usual'} are not decoded")
+    return int(bits), size, int("gptq_v2" not in layouts)
 
 
 def _decode_gptq(
@@ -119,28 +124,13 @@ def _scaled(numbers: torch.Tensor, points: torch.Tensor, factors: torch.Tensor) 
     return numbers
 
 
-_FOLLOWED: dict[str, tuple[object, ...]] = {"data_type": ("int",), "pack_dtype": ("int32", "torch.int32")}
-GPTQ = Format(
-    of_layer("qweight", "qzeros", "scales", "g_idx"),
-    partial(_weight, is_awq=False),
-    {
-        **_FOLLOWED,
-        **dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2")),
-        "bits": (2, 4, 8),
-        "packing_format": ("auto_round:auto_gptq",),
-    },
-    _read,
-)
-AWQ = Format(
-    of_layer("qweight", "qzeros", "scales", "g_idx"),
-    partial(_weight, is_awq=True),
-    {
-        **_FOLLOWED,
-        **dict.fromkeys(("checkpoint_format", "format", "version"), ("gemm",)),
-        "bits": (4,),
-        "packing_format": ("auto_round:auto_awq",),
-    },
-    _read,
+GPTQ, AWQ = (
+    Format(
+        of_layer("qweight", "qzeros", "scales", "g_idx"),
+        partial(_weight, is_awq=is_awq),
+        partial(_read, is_awq=is_awq),
+    )
+    for is_awq in (False, True)
 )
 
 

@@ -114,11 +114,6 @@ def _prefix(name: str) -> str:
     return f"{module}._{attribute}_"
 
 
-def prefixes_of_quantized(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """The name prefixes of tensors that are already parts of quantized weights: these stay as they are."""
-    return tuple(_prefix(name) for name in _notes(metadata) if name not in tensors)
-
-
 def _torchaos(name: str, value: torch.Tensor) -> tuple[list[str], str]:
     """The keys of a weight's inner tensors, and the note about it.
 
