@@ -27,14 +27,14 @@ from torch.nn.utils import parametrize
 from offload.errors import UnsupportedTorchError
 from offload.importing import imported
 
-_TESTED = ("2.11", "2.13", "2.14", "2.15")  # releases that tests were run with, oldest first
+TESTED = ("2.11", "2.13", "2.14", "2.15")  # releases that tests were run with, oldest first
 _T = TypeVar("_T")
 
 
 def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
     return UnsupportedTorchError(
         f"{feature} does not work with torch {torch.__version__} ({why}): install a release that it is tested with, "
-        f"torch {' or '.join(_TESTED)}"
+        f"torch {' or '.join(TESTED)}"
     )
 
 

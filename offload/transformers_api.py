@@ -18,7 +18,7 @@ from typing import Any
 
 from offload.errors import UnsupportedTransformersError
 
-_TESTED = ("5.17", "5.24")  # the oldest and the newest release with which all tests were run
+TESTED = ("5.17", "5.24")  # the oldest and the newest release with which all tests were run
 
 _MODULES = {
     "activations": "SiLUActivation",
@@ -63,7 +63,7 @@ def _unsupported(name: str, why: object) -> UnsupportedTransformersError:
 
     return UnsupportedTransformersError(
         f"transformers {__version__} has no {name} ({why}): install a release that is tested, "
-        f"transformers {_TESTED[0]} to {_TESTED[-1]}"
+        f"transformers {TESTED[0]} to {TESTED[-1]}"
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload import torch_api
-from offload.torch_api import _TESTED
+from offload.torch_api import TESTED
 from tests.processes import ROOT, run_script
 from tests.test_house import MODULES, dotted
 
@@ -239,7 +239,7 @@ def test_each_missing_private_name_of_torch_raises_a_clear_error():
         assert lines, name
         assert re.search(r" UnsupportedTorchError | used ", lines[0] + " "), f"{name} is not missed: {lines}"
         assert f"torch {torch.__version__} (" in lines[0]
-        assert f"torch {' or '.join(_TESTED)}" in lines[0]
+        assert f"torch {' or '.join(TESTED)}" in lines[0]
 
 
 LARGE, PICKLED = "inside(lambda: torch.ones(64).exp())", "offload.load_file(folder + '/w.pt')['w']"

@@ -326,17 +326,16 @@ class Replacing:
         self._handles = {handle_of(tensor) for tensor in tensors if is_offloaded(tensor)}
         self._holders = Counter({id(slot.tensor): len(slot.owners) for slot in self._slots})
 
-    def stored(self, old: torch.Tensor, new: torch.Tensor, name: str, run: str | None = None) -> OffloadedTensor | None:
+    def stored(self, old: torch.Tensor, new: torch.Tensor, name: str) -> OffloadedTensor | None:
         """The parameter over `new`, in place of `old` or in a file called `name`; None if it stays as it is."""
         if not is_offloaded(old) or (is_offloaded(new) and handle_of(new) in self._handles):
             return None
         return_freed()  # the memory used to compute the new one
         if self._holders[id(old)] > 1:
             self._holders[id(old)] -= 1
-            stored = self._beside(old, new, name, run)
+            stored = self._beside(old, new, name)
         else:
-            if run is None or run not in marks_on(old):
-                replace_value(old, new.detach(), _notes(marks_after(old, run)), **ANY_KIND)
+            replace_value(old, new.detach(), _notes(marks_after(old, None)), **ANY_KIND)
             stored = old.detach()  # type: ignore[assignment]
         return dressed(stored, requires_grad=new.requires_grad, is_parameter=isinstance(new, nn.Parameter))
 
@@ -352,12 +351,11 @@ class Replacing:
                 names.append(slot.name)
         return names
 
-    def _beside(self, old: OffloadedTensor, new: torch.Tensor, name: str, run: str | None) -> OffloadedTensor:
+    def _beside(self, old: OffloadedTensor, new: torch.Tensor, name: str) -> OffloadedTensor:
         """`new` in a separate file, in the folder and under the memory budget of `old`."""
         handle, value = handle_of(old), guest_of(new.detach())
         own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
-        marks = {} if run is None else {run: source_of(old)}
-        made = create_value(value, own_name, handle.folder, _notes(marks), exist_ok=True)
+        made = create_value(value, own_name, handle.folder, exist_ok=True)
         page_state_of(made).pool = page_state_of(handle).pool
         self._handles.add(made)
         return wrap_handle(made, new.device)

@@ -33,7 +33,9 @@ from offload.storage.replacing import remove, temporary_for
 from offload.system.reasons import reading, writing
 from offload.system.regular import absolute, owned
 from offload.tensor.blocks import decode
+from offload.torch_api import TESTED as TESTED_TORCH
 from offload.torch_api import usable_devices
+from offload.transformers_api import TESTED as TESTED_TRANSFORMERS
 
 _PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
 _BLOCK = 4 << 20
@@ -54,7 +56,7 @@ class Disk:
 class Diagnosis:
     """What `diagnose` found. Sizes in bytes."""
 
-    versions: dict[str, str]  # of Python, and of the packages that are installed
+    versions: dict[str, str]  # of Python, and of the packages that are installed; says which are newer than tested ones
     kernels: str  # how packed weights are decoded here
     devices: dict[str, int]  # the accelerators, each with its memory
     memory: int  # of the machine
@@ -200,7 +202,14 @@ def _installed() -> dict[str, str]:
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
+    for package, newest in (("torch", TESTED_TORCH[-1]), ("transformers", TESTED_TRANSFORMERS[-1])):
+        if _minor(found.get(package, "0.0")) > _minor(newest):
+            found[package] += f", newer than what was tested ({newest})"
     return found
+
+
+def _minor(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")[:2]]
 
 
 def _measured(folder: Path) -> Disk:

@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import transformers
 
 from offload import cli
 from offload.errors import MissingFileError
 from offload.planning import machine
 from offload.planning.machine import diagnose
+from offload.torch_api import TESTED
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +79,19 @@ def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: py
     assert (torch.__version__, str(tmp_path)) == (said["versions"]["torch"], said["disk"]["folder"])
     for word in ("torch", torch.__version__, "kernels", "read, cold", str(tmp_path), "/s"):
         assert word in printed
+
+
+def test_a_release_newer_than_all_tested_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", f"{TESTED[-1]}.7")
+    assert f"{TESTED[-1]}.7" == diagnose(tmp_path).versions["torch"]
+
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    monkeypatch.setattr(machine, "TESTED_TRANSFORMERS", ("5.1", "5.2"))
+
+    assert 0 == cli.main(["doctor", str(tmp_path)])
+
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"torch 2.99.0+cpu, newer than what was tested ({TESTED[-1]})" in printed
+    assert f"transformers {transformers.__version__}, newer than what was tested (5.2)" in printed
