@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities, epochs in a shuffled order, and indices of several dimensions.
+"""A teacher's log-probabilities, and epochs in a shuffled order.
 
 Always true:
 - positions are functions of their numbers, and each batch is checked, off the clock: ids exactly
@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-import timeit
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
@@ -59,7 +58,7 @@ _OPENED: dict[str, Callable[[Path, int], Any]] = {
 
 
 def figures(nbytes: int, rounds: int, scratch: Path) -> list[Figure]:
-    """Positions written and read at random, an epoch, and indices."""
+    """Positions written and read at random, and an epoch."""
     missing, rows = absent({_TENSORDICT: _TENSORDICT}), max(nbytes // (6 * K) // _PART, 1) * _PART
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         folders = {arm: Path(place, str(at)) for at, arm in enumerate(_OPENED)}
@@ -71,11 +70,7 @@ def figures(nbytes: int, rounds: int, scratch: Path) -> list[Figure]:
         tables = {arm: _OPENED[arm](folder, rows) for arm, folder in folders.items() if arm not in missing}
         epochs = {arm: partial(_epoch, load, tables, rows, count()) for arm, load in _LOADERS.items()}
         found.append(_figure(f"cache, warm: a shuffled epoch in batches of {_BATCH}", epochs, rounds, missing))
-    values, indices = torch.randn(rows, 2), torch.randint(rows, (64, 4), dtype=torch.int32)
-    cache = offload.TensorCache(tensors={"x": values})
-    picks = {OURS: lambda: cache[indices]["x"], "torch": lambda: values[indices]}
-    times = {arm: lambda pick=pick: min(timeit.repeat(pick, repeat=100, number=10)) / 10 for arm, pick in picks.items()}
-    return [*found, _figure("cache, in memory: 64 x 4 indices of int32", times, rounds, {})]
+    return found
 
 
 def _figure(case: str, arms: Mapping[str, Callable[[], float]], rounds: int, missing: dict[str, str]) -> Figure:
