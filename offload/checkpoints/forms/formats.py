@@ -269,7 +269,7 @@ class Packed:
             found = _pieces_of(state[name]) if name in state else {}
             if found.keys() != names:
                 return {}, dict(state)
-            stored |= found
+            stored |= {piece: wrap_handle(handle, CPU) for piece, handle in found.items()}
         others = {name: tensor for name, tensor in state.items() if name not in self.pieces}
         return (stored, others) if stored.keys().isdisjoint(others) else ({}, dict(state))
 
@@ -282,13 +282,13 @@ def left_beside(
     return {name: tensor for name, tensor in tensors.items() if handle_of(tensor) not in used}
 
 
-def _pieces_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The stored tensors that a packed value is computed from, by their names; none of other values."""
+def _pieces_of(tensor: torch.Tensor) -> dict[str, Handle]:
+    """The stored values that a packed value is computed from, by their names; none of other values."""
     if not is_offloaded(tensor) or is_part(tensor):
         return {}
     handles = list(_sources(handle_of(tensor)))
     is_packed = any(is_decoded for _, is_decoded in handles)
-    return {handle.name: wrap_handle(handle, CPU) for handle, _ in handles if is_packed}
+    return {handle.name: handle for handle, _ in handles} if is_packed else {}
 
 
 def _sources(handle: Handle) -> Iterator[tuple[Handle, bool]]:
