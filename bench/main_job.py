@@ -34,6 +34,7 @@ from bench.process import MemoryTrace, read_bytes
 from bench.report import draw_memory
 from bench.rounds import Trace
 from offload.cli import output
+from offload.transformers_api import disable_progress_bar
 
 SENTENCES = (
     "A cat sleeps on the warm windowsill.",
@@ -69,7 +70,7 @@ def main() -> int:
     )
     chosen = options.parse_args()
     with output.logging_to_stderr(0):  # hides third-party warnings
-        output.hide_bars_off_a_terminal()
+        disable_progress_bar()
         if chosen.model or chosen.made:
             compare(chosen.model, chosen.prompt or "The tensors of this model live on disk, so", chosen.out)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import math
 import os
@@ -41,6 +43,22 @@ CASES = (
 LACKING = (  # may be missing on another machine
     *("is not installed", "cannot grow", "memory cgroup", "O_DIRECT", "stay cached", "no room"),
 )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_uses_names_that_modules_of_the_package_have(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "offload":
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                is_module = (ROOT / f"{whole.replace('.', '/')}.py").exists()
+                modules |= {alias.asname or alias.name: importlib.import_module(whole)} if is_module else {}
+                assert is_module or hasattr(importlib.import_module(node.module), alias.name), whole
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            assert hasattr(modules[node.value.id], node.attr), f"{node.value.id}.{node.attr}"
 
 
 @pytest.fixture
