@@ -226,11 +226,11 @@ class MemorySummary:
     """Memory usage of the values on disk that have been read, or are expected to be; in file bytes, counted once.
 
     Attributes:
-        budget: bytes that may stay in memory.
-        values: total size.
-        kept: size of those that stay.
-        resident: in memory now, as the kernel counts it.
-        computed: small computed values in memory, such as norms that were cast; 64 MiB at the most, beside the budget.
+        budget: how many bytes may stay in memory.
+        values: the size of all of them.
+        kept: the size of those that stay.
+        resident: the bytes that are in memory now, as the kernel counts them.
+        computed: the size of small computed values in memory, such as norms that were cast; beside the budget.
         counts: reads since the process started.
         on_devices: for each accelerator in use, the bytes that may stay there, and those that do.
     """
@@ -316,12 +316,12 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, Pool]
 def _accelerator(device: int | str) -> torch.device:
     try:
         named = torch.device(device)
-        found = torch.device(named.type, named.index or 0)
+        accelerator = torch.device(named.type, named.index or 0)
     except (RuntimeError, TypeError):  # not a device name or index
-        found = None
-    if found not in usable_devices():
+        accelerator = None
+    if accelerator not in usable_devices():
         raise ArgumentError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")
-    return found
+    return accelerator
 
 
 def _window_of(window: Amount | bool) -> int | None:

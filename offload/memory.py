@@ -78,9 +78,9 @@ def as_bytes(amount: int | str) -> int:
         with suppress(TypeError):
             if (nbytes := operator.index(amount)) >= 0:
                 return nbytes
-    found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
-    number, unit = found.groups() if found else ("", "")
-    if not found or ("." in number and not unit) or len(number) > _MOST_DIGITS:
+    match = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
+    number, unit = match.groups() if match else ("", "")
+    if not match or ("." in number and not unit) or len(number) > _MOST_DIGITS:
         raise ArgumentError(f"{amount!r} is not an amount of memory: use bytes (4096) or '8GiB'")
     return int(float(number) * _UNITS[unit.lower()]) if "." in number else int(number) * _UNITS[unit.lower()]
 

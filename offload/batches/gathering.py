@@ -54,11 +54,11 @@ class Gathering:
             together[0].act.is_last = are_last
             return
         try:
-            found = Act.together([one.act for one in together], are_last=are_last)
+            results = Act.together([one.act for one in together], are_last=are_last)
         except Exception as error:  # each has its own
             _log.debug("%d batches compute their experts apart: %s", len(together), error)
             return
-        for one, result in zip(together, found, strict=True):
+        for one, result in zip(together, results, strict=True):
             one.found, one.is_done = result, True
 
 

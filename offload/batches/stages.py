@@ -30,8 +30,8 @@ def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
     models = list(models)
     if blocks is not None:
         return list(dict.fromkeys(_named(models, block) for block in blocks))
-    found = (members for model in models for members in blocks_of(model))
-    hookable = (members for members in found if not isinstance(members[0], torch.jit.ScriptModule))
+    instances = (members for model in models for members in blocks_of(model))
+    hookable = (members for members in instances if not isinstance(members[0], torch.jit.ScriptModule))
     held = ((members[0], [{**parameters_of(one), **buffers_of(one)} for one in members]) for members in hookable)
     filled = (stage for stage, values in held if any(one is not None for own in values for one in own.values()))
     return list(dict.fromkeys(filled))
@@ -39,15 +39,15 @@ def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
 
 def handles_of(models: Iterable[nn.Module], stages: Sequence[nn.Module]) -> list[list[Handle]]:
     """The values on disk of each stage, and of what follows it up to the next one."""
-    found: dict[int, dict[Handle, None]] = {id(stage): {} for stage in stages}
+    of_stages: dict[int, dict[Handle, None]] = {id(stage): {} for stage in stages}
     for model in models:
         current: dict[Handle, None] = {}
         for module in model.modules():
-            current = found.get(id(module), current)
+            current = of_stages.get(id(module), current)
             members = (*parameters_of(module).values(), *buffers_of(module).values())
             stored = (member for member in map(local_of, members) if is_offloaded(member))
             current.update(dict.fromkeys(stored_in(map(handle_of, stored))))
-    return [list(current) for current in found.values()]
+    return [list(current) for current in of_stages.values()]
 
 
 def _named(models: Sequence[nn.Module], block: object) -> nn.Module:
@@ -58,7 +58,7 @@ def _named(models: Sequence[nn.Module], block: object) -> nn.Module:
                     named: nn.Module = module
                     return named
         raise ArgumentError(f"blocks: the model has no module {block!r}")
-    found = next((module for model in models for module in model.modules() if module is block), None)
-    if found is None:
+    stage = next((module for model in models for module in model.modules() if module is block), None)
+    if stage is None:
         raise ArgumentError(f"blocks: a {type(block).__name__} is not part of the model")
-    return found
+    return stage

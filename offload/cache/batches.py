@@ -51,9 +51,9 @@ class Order:
     """Which rows each batch of an epoch has.
 
     Attributes:
-        num_rows: of the cache.
-        batch_size: rows in a batch of one rank.
-        seed: of a shuffled order; None for that of the cache.
+        num_rows: how many rows the cache has.
+        batch_size: how many rows a batch of one rank has.
+        seed: the seed of a shuffled order; None for the order of the cache.
         drop_last: whether the rows that don't make a whole batch for each rank are left out.
         rank, world_size: whose batches these are, and of how many ranks.
     """
@@ -233,7 +233,7 @@ class Batches(IterableDataset[dict[str, Any]]):
     takes it, too; each of its workers then gives its share of the steps, in turn.
 
     Attributes:
-        epoch: the one that is read, or comes next.
+        epoch: the epoch that is read, or comes next.
     """
 
     def __init__(self, order: Order | Given, read: Callable[[Any], dict[str, Any]], prefetch: int) -> None:

@@ -93,8 +93,8 @@ class FixedColumn:
         """
         wanted = _head(self.column, 0)
         with reading(self.path):
-            found = read_all(self.rowfile.fd, len(wanted), 0)
-        if len(found) < len(wanted) or not any(found):
+            stored = read_all(self.rowfile.fd, len(wanted), 0)
+        if len(stored) < len(wanted) or not any(stored):
             if next(filled, None) is not None:
                 raise CorruptFileError(
                     f"column {self.column.name!r}: {self.path} has filled rows but no header: it was overwritten. "
@@ -102,8 +102,8 @@ class FixedColumn:
                 )
             return
         rows = wanted.index(_SHAPE) + len(_SHAPE)
-        [expected, actual] = [_ROW_SHAPE.match(head, rows) for head in (wanted, found)]
-        if found[:rows] != wanted[:rows] or (expected and actual and expected[1] != actual[1]):
+        [expected, actual] = [_ROW_SHAPE.match(head, rows) for head in (wanted, stored)]
+        if stored[:rows] != wanted[:rows] or (expected and actual and expected[1] != actual[1]):
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} does not hold rows of {self.column.shape_text} "
                 f"{self.column.dtype}, and is left as it is. Copy the complete folder again."
@@ -111,10 +111,10 @@ class FixedColumn:
 
     def check(self, rows: int) -> None:
         """Raises: CorruptFileError (the file lacks some of these rows; under the lock, it was truncated)."""
-        found, expected = size_of(self.rowfile.fd, self.path), self._size(rows)
-        if found < expected:
+        actual, expected = size_of(self.rowfile.fd, self.path), self._size(rows)
+        if actual < expected:
             raise CorruptFileError(
-                f"column {self.column.name!r}: {self.path} has {found} bytes, and {rows} rows of "
+                f"column {self.column.name!r}: {self.path} has {actual} bytes, and {rows} rows of "
                 f"{self.column.shape_text} {self.column.dtype} take {expected}: it was truncated. "
                 "Copy the complete folder again."
             )
@@ -349,9 +349,9 @@ class HeapColumn:
         if (index < 0).any() or (counts > most).any():
             raise self._cut(end, None)
 
-    def _cut(self, found: int, expected: int | None) -> CorruptFileError:
+    def _cut(self, actual: int, expected: int | None) -> CorruptFileError:
         return CorruptFileError(
-            f"column {self.column.name!r}: {self.path} has {found} bytes, and its rows take "
+            f"column {self.column.name!r}: {self.path} has {actual} bytes, and its rows take "
             f"{'more' if expected is None else expected}: it was truncated. Copy the complete folder again."
         )
 

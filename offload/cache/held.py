@@ -21,12 +21,7 @@ from offload.cache.indexing import Numbers, Rows
 from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column, Manifest, columns_named, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
-from offload.errors import (
-    ArgumentTypeError,
-    CacheError,
-    ChangedFileError,
-    CorruptFileError,
-)
+from offload.errors import ArgumentTypeError, CacheError, ChangedFileError, CorruptFileError
 from offload.storage.file import Identity, TensorFile
 from offload.storage.layout import contiguous
 from offload.storage.write import from_blocks, put_values
@@ -62,15 +57,15 @@ class HeldColumn:
         if self._open is None:
             source = mapped_value(self.tensor) if is_offloaded(self.tensor) else self.tensor
             return source[torch.from_numpy(rows.numbers).to(source.device)]
-        found, file = self._open
+        opened, file = self._open
         with reading(file.path):
-            now = Identity.of(os.fstat(found.fd))
+            now = Identity.of(os.fstat(opened.fd))
         if now != file.identity:
             raise ChangedFileError(
                 f"{file.path} has changed since it was opened (size or modification time): its rows can't be "
                 "trusted any more. Open the cache again."
             )
-        return found.read(rows)
+        return opened.read(rows)
 
     def __getstate__(self) -> torch.Tensor:
         return self.tensor
@@ -158,10 +153,10 @@ class HeldStore:
 
 def read_file(path: Path) -> HeldStore:
     """The tensors in a file of any origin, in place, with the metadata that `write_file` wrote."""
-    found = open_checkpoint(path)
-    handles = [(value.handle(name), CPU) for name, value in found.items()]
-    tensors: dict[str, torch.Tensor] = dict(zip(found, wrap_handles(handles), strict=True))
-    file = next((value.file for value in found.values()), None)
+    source = open_checkpoint(path)
+    handles = [(value.handle(name), CPU) for name, value in source.items()]
+    tensors: dict[str, torch.Tensor] = dict(zip(source, wrap_handles(handles), strict=True))
+    file = next((value.file for value in source.values()), None)
     notes = {} if file is None else file.notes.get(_NOTE, {})
     names, metadata = notes.get("columns", list(tensors)), notes.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(names, list) or set(names) != set(tensors):

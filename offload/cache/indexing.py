@@ -29,7 +29,7 @@ class Rows:
     """Some rows of a cache by index, counted from 0, in the requested order; an index may repeat.
 
     Attributes:
-        count: how many.
+        count: how many rows there are.
         last: the largest index, -1 if there are no rows.
         span: the same rows as a slice, if they are consecutive.
         is_one: whether a single row was selected, which is returned without a leading dimension.

@@ -70,7 +70,8 @@ class Descriptors:
         with closed_on_error(file):
             self._files = file, opened(path, os.O_RDONLY)
         self.fd, self.random = (file.fileno() for file in self._files)
-        advise(self.random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
+        with suppress(OSError):  # otherwise the system reads ahead after each row
+            os.posix_fadvise(self.random, 0, 0, os.POSIX_FADV_RANDOM)
 
     def close(self) -> None:
         self.fd = self.random = -1  # first: the numbers may soon be other files'
@@ -366,18 +367,19 @@ def read_parts(
     gaps = starts[1:] - starts[:-1] - sizes[:-1]
     breaks = (np.flatnonzero((gaps < 0) | (gaps > _CLOSE)) + 1).tolist()
     runs = list(zip([0, *breaks], [*breaks, len(order)], strict=True)) if len(order) else []
-    first, behind = starts.tolist(), (starts + sizes).tolist()
+    first, behind, apart = starts.tolist(), (starts + sizes).tolist(), gaps.tolist()
     if announce:
-        for begin, end in runs:
-            advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
+        with suppress(OSError):  # they are read all the same
+            for begin, end in runs:
+                os.posix_fadvise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
     slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
     nowhere = memoryview(bytearray(_CLOSE))  # gaps are read to it
     for begin, end in runs:
         for at in range(begin, end, _MOST_PARTS):
             parts = slices[at : min(at + _MOST_PARTS, end)]
-            between = gaps[at : at + len(parts) - 1]
-            if between.any():
-                both = zip(parts, [*between.tolist(), 0], strict=True)
+            between = apart[at : at + len(parts) - 1]
+            if any(between):
+                both = zip(parts, [*between, 0], strict=True)
                 parts = [each for part, gap in both for each in (part, nowhere[:gap]) if len(each)]
             read_run(fd, path, first[at], parts)
 
@@ -404,12 +406,6 @@ def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int
                 raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was truncated")
             skipped += got
             at += got
-
-
-def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
-    """Tell the system how a file will be read; failing to do so changes no value."""
-    with suppress(OSError):
-        os.posix_fadvise(fd, start, nbytes, advice)
 
 
 def size_of(fd: int, path: Path) -> int:

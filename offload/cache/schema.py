@@ -46,10 +46,10 @@ class Column:
     """A column of a cache.
 
     Attributes:
-        name: its name, also of its file.
+        name: the name of the column and of its file.
         kind: `tensor`, `ragged` or `json`.
-        dtype: of its elements; uint8 for JSON.
-        row_shape: of one row; of a ragged one, without the first size.
+        dtype: the dtype of its elements; uint8 for JSON.
+        row_shape: the shape of one row; of a ragged one, without the first size.
         top: what its bytes are, where they are packed log-probabilities.
     """
 
@@ -177,9 +177,9 @@ class Manifest:
     """The description of a cache on disk.
 
     Attributes:
-        columns: by name.
+        columns: its columns by name.
         num_rows: the least number of rows; rows appended later are counted in the state file.
-        metadata: the user's.
+        metadata: what the user has noted.
     """
 
     columns: Mapping[str, Column]

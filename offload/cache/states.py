@@ -197,8 +197,8 @@ class States:
 
     def missing(self, columns: list[int]) -> Numbers:
         """The rows in which one of these cells is not filled, in order."""
-        found = [np.flatnonzero(~cells_filled(part[:, columns]).all(axis=1)) + at for at, part in self._parts()]
-        return np.concatenate([np.empty(0, dtype=np.int64), *found])
+        parts = [np.flatnonzero(~cells_filled(part[:, columns]).all(axis=1)) + at for at, part in self._parts()]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
     def count(self, columns: list[int]) -> int:
         """How many rows are filled in all of these columns."""
@@ -215,9 +215,9 @@ class States:
         """The number of rows up to the last one that is filled in any column, or that ever was: and is rewritten."""
         for at in reversed(range(0, self.num_rows, _SCANNED)):
             cells = self._some(at, _SCANNED)
-            found = np.flatnonzero((cells > BEGUN if ever else cells_filled(cells)).any(axis=1))
-            if len(found):
-                return at + int(found[-1]) + 1
+            filled = np.flatnonzero((cells > BEGUN if ever else cells_filled(cells)).any(axis=1))
+            if len(filled):
+                return at + int(filled[-1]) + 1
         return 0
 
     def _parts(self, count: int = _SCANNED) -> Iterator[tuple[int, Bytes]]:

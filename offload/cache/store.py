@@ -270,10 +270,10 @@ class Store:
             files = [(name, self._rowfiles[name]) for name in (self._names if columns is None else columns)]
             if not all(file.mapped is not None for _, file in files):
                 return None
-            found = {name: file.taken(rows, count, now) for name, file in files}
+            values = {name: file.taken(rows, count, now) for name, file in files}
         except (KeyError, IndexError, OSError):  # of varying size; negative numbers, or out of range; not in memory
             return None
-        return found if self._states.changes == changes and self._states.counts[2] == count else None
+        return values if self._states.changes == changes and self._states.counts[2] == count else None
 
     def read(self, rows: Rows, columns: Iterable[str] | None) -> dict[str, Any]:
         """Rows of some columns, consistent: a concurrent write is seen completely or not at all."""
@@ -287,13 +287,13 @@ class Store:
             if before is not None and not all_filled(before.tobytes()):
                 self._refuse_missing(rows.numbers[~cells_filled(before).all(axis=1)])
             try:
-                found = {self._names[place]: self._files[self._names[place]].read(rows) for place in places}
+                values = {self._names[place]: self._files[self._names[place]].read(rows) for place in places}
             except CorruptFileError:  # or a concurrent write was read halfway
                 if self._are_still(rows, places, before, changes):
                     raise
                 continue
             if self._are_still(rows, places, before, changes):
-                return found
+                return values
         raise CacheError(f"rows of {self.folder} are rewritten faster than they can be read: try again")
 
     def _are_still(self, rows: Rows, places: list[int], before: Bytes | None, changes: int) -> bool:

@@ -362,11 +362,11 @@ class TensorCache:
                 )
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
-            found = store.read(wanted, columns)
-            found = {name: sent(value, target, pinned=pin_memory) for name, value in found.items()}
+            values = store.read(wanted, columns)
+            values = {name: sent(value, target, pinned=pin_memory) for name, value in values.items()}
         form = "list" if wanted.is_one else ragged
-        found = {name: _formed(value, self.schema[name].top, form, padding) for name, value in found.items()}
-        return {name: row_at(value, 0) for name, value in found.items()} if wanted.is_one else found
+        values = {name: _formed(value, self.schema[name].top, form, padding) for name, value in values.items()}
+        return {name: row_at(value, 0) for name, value in values.items()} if wanted.is_one else values
 
     def batches(
         self,

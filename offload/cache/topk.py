@@ -78,8 +78,8 @@ class TopK:
     def _pair(self, value: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and log-probabilities, given in either order, or all logits."""
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[-1:] == (self.vocab,):
-            found = value.detach().topk(self.k)
-            return found.indices, found.values.float() - value.detach().float().logsumexp(-1, keepdim=True)
+            top = value.detach().topk(self.k)
+            return top.indices, top.values.float() - value.detach().float().logsumexp(-1, keepdim=True)
         if isinstance(value, tuple) and len(value) == 2:
             both = sorted((torch.as_tensor(part).detach() for part in value), key=torch.is_floating_point)
             is_integer = both[0].dtype != torch.bool and not both[0].is_complex() and not both[0].is_floating_point()

@@ -58,8 +58,8 @@ class StoredValue:
         """Its layout, dense; None for a tensor subclass, or if torch can't read it."""
         if self.key in self.file.header.kinds:
             return dense_layout(self.file, self.key)
-        found = self.file.entries.get(self.key)
-        return found.layout if found else None
+        entry = self.file.entries.get(self.key)
+        return entry.layout if entry else None
 
     @property
     def nbytes(self) -> int:
@@ -244,19 +244,19 @@ def _open_file(path: Path, file: Path) -> Checkpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     with reading(folder):
         names = _without_adapter(sorted(os.listdir(folder)))
-    found = _usual_in(names, "model.safetensors")
+    file_name = _usual_in(names, "model.safetensors")
     files = [name for name in names if name.endswith(".safetensors")]
-    if found is None and files:
+    if file_name is None and files:
         opened = [TensorFile.open(folder / name) for name in files]
         if all("name" in file.notes for file in opened):
             return Checkpoint(folder, _values_by_name(opened), is_offload_folder=True)
-    found = found or _the_only(folder, names, (".safetensors",))
-    if found is None and METADATA in names:
+    file_name = file_name or _the_only(folder, names, (".safetensors",))
+    if file_name is None and METADATA in names:
         return _open_distributed(folder)
-    found = found or _usual_in(names, "pytorch_model.bin") or _the_only(folder, names, PICKLES)
-    if found is None:
+    file_name = file_name or _usual_in(names, "pytorch_model.bin") or _the_only(folder, names, PICKLES)
+    if file_name is None:
         raise _nothing_in(folder, names)
-    return _open_index(folder / found) if found.endswith(INDEX) else _open_file(folder, folder / found)
+    return _open_index(folder / file_name) if file_name.endswith(INDEX) else _open_file(folder, folder / file_name)
 
 
 def _nothing_in(folder: Path, names: list[str]) -> CheckpointError:
@@ -273,15 +273,15 @@ def _without_adapter(names: list[str]) -> list[str]:
 
 
 def _open_distributed(folder: Path) -> Checkpoint:
-    values, files, found = read_metadata(folder), {}, dict[str, Value]()
+    values, files, joined = read_metadata(folder), {}, dict[str, Value]()
     for name, places in archives_of(values).items():
         files[name] = _open_part(folder / name, next(iter(places)), partial(TensorFile.of_archives, places=places))
     for name, value in values.items():
         for shard in value.shards:
             check_shard(files[shard.file], value, shard)
         stored = tuple((StoredValue(files[shard.file], shard.key), shard.start) for shard in value.shards)
-        found[name] = stored[0][0] if not stored[1:] else ShardedValue(contiguous(value.dtype, value.shape), stored)
-    return Checkpoint(folder, found)
+        joined[name] = stored[0][0] if not stored[1:] else ShardedValue(contiguous(value.dtype, value.shape), stored)
+    return Checkpoint(folder, joined)
 
 
 def _open_part(path: Path, name: str, opens: Callable[[Path], TensorFile] = TensorFile.open) -> TensorFile:
@@ -316,21 +316,21 @@ def is_beside(name: str) -> bool:
 def _the_only(folder: Path, names: list[str], suffixes: tuple[str, ...]) -> str | None:
     """The only index of a form, else the only file; None if there is neither."""
     indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
-    found = indexes or [name for name in names if name.endswith(suffixes) and not is_beside(name)]
-    shard = next(filter(is_shard, found), None)
+    candidates = indexes or [name for name in names if name.endswith(suffixes) and not is_beside(name)]
+    shard = next(filter(is_shard, candidates), None)
     if shard is not None:
         raise CheckpointError(
             f"{folder} holds {shard}, a part of a checkpoint, but no index: get the *{INDEX} again, or name the file"
         )
-    if len(found) > 1:
-        raise CheckpointError(f"{folder} holds {len(found)} checkpoints ({some(found, 3)}): name the file")
-    return next(iter(found), None)
+    if len(candidates) > 1:
+        raise CheckpointError(f"{folder} holds {len(candidates)} checkpoints ({some(candidates, 3)}): name the file")
+    return next(iter(candidates), None)
 
 
 def is_shard(name: str) -> bool:
     """Whether the file name is that of one of several shards, which belong to an index."""
-    found = _SHARD.search(name)
-    return found is not None and int(found[1]) > 1
+    match = _SHARD.search(name)
+    return match is not None and int(match[1]) > 1
 
 
 def _open_index(path: Path) -> Checkpoint:
@@ -393,14 +393,14 @@ def _values_of(file: TensorFile) -> dict[str, StoredValue]:
 
 def first_part(path: Path) -> Path:
     """The part with the metadata, for any part; another file itself."""
-    found = _PART.fullmatch(path.name)
-    return path if found is None else path.with_name(_name_of(found, 1))
+    match = _PART.fullmatch(path.name)
+    return path if match is None else path.with_name(_name_of(match, 1))
 
 
 def pattern_of(name: str) -> str:
     """A pattern for the names of all parts, for the name of any."""
-    found = _PART.fullmatch(name)
-    return name if found is None else f"{found['stem']}-?????-of-{found['count']}.gguf"
+    match = _PART.fullmatch(name)
+    return name if match is None else f"{match['stem']}-?????-of-{match['count']}.gguf"
 
 
 def with_other_parts(file: TensorFile) -> list[TensorFile]:
@@ -413,13 +413,13 @@ def with_other_parts(file: TensorFile) -> list[TensorFile]:
     count = int(said) if said.isdecimal() else 1
     if count < 2:
         return [file]
-    found = _PART.fullmatch(file.path.name)
-    if found is None or int(found["count"]) != count:
+    match = _PART.fullmatch(file.path.name)
+    if match is None or int(match["count"]) != count:
         raise CheckpointError(
             f"{file.path} is one of {count} parts, and its name does not say which: give the parts the names "
             f"...-00001-of-{count:05}.gguf and so on"
         )
-    paths = [file.path.with_name(_name_of(found, number)) for number in range(1, count + 1)]
+    paths = [file.path.with_name(_name_of(match, number)) for number in range(1, count + 1)]
     missing = [path.name for path in paths if not is_there(path)]
     if missing:
         raise MissingFileError(
@@ -433,5 +433,5 @@ def with_other_parts(file: TensorFile) -> list[TensorFile]:
     return parts
 
 
-def _name_of(found: re.Match[str], number: int) -> str:
-    return f"{found['stem']}-{number:05}-of-{found['count']}.gguf"
+def _name_of(match: re.Match[str], number: int) -> str:
+    return f"{match['stem']}-{number:05}-of-{match['count']}.gguf"

@@ -48,10 +48,10 @@ def is_of_transformers(model: nn.Module) -> TypeGuard[Pretrained]:
 
 def quantization_of(config: Config) -> Any:
     """The quantization settings in a configuration, or in its text model's: a dictionary, or None."""
-    found: Any = getattr(config, "quantization_config", None)
-    if found is None:
-        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    return found.to_dict() if hasattr(found, "to_dict") else found
+    settings: Any = getattr(config, "quantization_config", None)
+    if settings is None:
+        settings = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    return settings.to_dict() if hasattr(settings, "to_dict") else settings
 
 
 def refuse_more_layers(settings: Settings, stored: int, path: Path) -> None:
@@ -62,12 +62,12 @@ def refuse_more_layers(settings: Settings, stored: int, path: Path) -> None:
     most = max(stored, _MOST_LAYERS)
     left: list[tuple[str, Any]] = [("", settings)]
     while left:
-        name, found = left.pop()
-        if isinstance(found, Mapping):
-            left.extend((str(key), value) for key, value in found.items())
-        elif name.endswith(_COUNTS_OF_LAYERS) and isinstance(found, int) and found > most:
+        name, setting = left.pop()
+        if isinstance(setting, Mapping):
+            left.extend((str(key), value) for key, value in setting.items())
+        elif name.endswith(_COUNTS_OF_LAYERS) and isinstance(setting, int) and setting > most:
             raise CheckpointError(
-                f"{path}: the configuration asks for {found} layers ({name}), and the checkpoint holds {stored} "
+                f"{path}: the configuration asks for {setting} layers ({name}), and the checkpoint holds {stored} "
                 "values: one of them is damaged, or belongs to another model"
             )
 
@@ -80,10 +80,10 @@ def class_of(config: Config) -> Any:
     import transformers
 
     name = next(iter(config.architectures or ()), None)
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    if is_model and isinstance(config, getattr(found, "config_class", ())):
-        return found
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if is_model and isinstance(config, getattr(kind, "config_class", ())):
+        return kind
     return transformers.AutoModelForCausalLM
 
 
@@ -107,10 +107,10 @@ def companions_of(
         settings.pop(key, None)
     if quantization is not None:
         settings["quantization_config"] = quantization
-    found = {CONFIG: (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()}
+    files = {CONFIG: (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()}
     if model.can_generate() and model.generation_config is not None:
-        found[GENERATION] = model.generation_config.to_json_string(use_diff=True).encode()
-    return found
+        files[GENERATION] = model.generation_config.to_json_string(use_diff=True).encode()
+    return files
 
 
 def files_like(folder: Path, *patterns: str) -> dict[str, bytes]:
@@ -148,10 +148,10 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
         has_one = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
     source = folder if file or has_one else base_of(folder) or folder
     try:
-        found = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **file)
-        if len(found) <= len(found.all_special_tokens):  # without files, some classes make one that knows no words
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **file)
+        if len(loaded) <= len(loaded.all_special_tokens):  # without files, some classes make one that knows no words
             raise ValueError("it has no tokens")
-        return found
+        return loaded
     except Exception as error:  # it can raise anything for damaged files, or if a package is missing or broken
         root = error
         while isinstance(root.__cause__, Exception):
@@ -188,13 +188,13 @@ def missing_in(folder: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
 def _says(path: Path, data: bytes) -> bool:
     """Whether a configuration says the same of a model."""
     try:
-        found, wanted = read_json(path, "a model's configuration"), json.loads(data)
+        stored, wanted = read_json(path, "a model's configuration"), json.loads(data)
     except CorruptFileError:
         return False
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         return False
-    keys = {*found, *wanted} - _SET_BY_SAVING
-    return all(found.get(key) == wanted.get(key) for key in keys)
+    keys = {*stored, *wanted} - _SET_BY_SAVING
+    return all(stored.get(key) == wanted.get(key) for key in keys)
 
 
 # Adapters of peft, in a folder with or without their model
@@ -212,8 +212,8 @@ def base_of(folder: Path) -> str | None:
     """
     if not has_adapter(folder) or (is_file(folder / CONFIG) and _has_weights(folder)):
         return None
-    found = read_json(folder / _ADAPTER_CONFIG, "the configuration of an adapter")
-    name = found.get(_BASE) if isinstance(found, dict) else None
+    settings = read_json(folder / _ADAPTER_CONFIG, "the configuration of an adapter")
+    name = settings.get(_BASE) if isinstance(settings, dict) else None
     if not isinstance(name, str) or not name:
         raise CheckpointError(
             f"{folder} holds an adapter and no model, and its {_ADAPTER_CONFIG} does not name one as {_BASE}: load the "

@@ -34,13 +34,7 @@ from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.writing import contents_in, contents_of, largest_shard, write_checkpoint
 from offload.errors import CheckpointError, CorruptFileError, ForeignFileError, JournalError
 from offload.storage.layout import dtype_name, dtype_named
-from offload.storage.replacing import (
-    is_filled,
-    made_folder,
-    refuse_filled,
-    remove_folder,
-    replacing_folder,
-)
+from offload.storage.replacing import is_filled, made_folder, refuse_filled, remove_folder, replacing_folder
 from offload.storage.state_file import Kind, read_json, read_state, write_state
 from offload.system.reasons import reading
 from offload.system.regular import absolute, is_file, is_folder
@@ -205,23 +199,23 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dens
     if not is_folder(source):
         return {}
     refuse_lone_adapter(source)
-    found = files_like(source, f"{ADAPTER}*") if has_adapter(source) else {}
+    files = files_like(source, f"{ADAPTER}*") if has_adapter(source) else {}
     parts = read_json(source / _PARTS, "the parts of a model") if is_file(source / _PARTS) else []
     names = {part.get("path") for part in parts if isinstance(part, dict)} if isinstance(parts, list) else set()
     with reading(source):
         folders = [path for path in source.iterdir() if path.name in names and is_folder(path)]
         inside = [path for folder in folders for path in sorted(folder.rglob("*")) if is_file(path)]
-        found.update((str(path.relative_to(source)), path.read_bytes()) for path in inside)
+        files.update((str(path.relative_to(source)), path.read_bytes()) for path in inside)
     own = files_like(source, *COMPANIONS)
-    found.update((name, data) for name, data in own.items() if not name.endswith(INDEX))
+    files.update((name, data) for name, data in own.items() if not name.endswith(INDEX))
     if CONFIG in own and (dtype is not None or is_dense):
-        found[CONFIG] = _rewritten(source / CONFIG, dtype, is_dense=is_dense)
-    return found
+        files[CONFIG] = _rewritten(source / CONFIG, dtype, is_dense=is_dense)
+    return files
 
 
 def _dtype_of(config: Json) -> torch.dtype | None:
     names = (name for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str))
-    return next((found for found in map(dtype_named, names) if found is not None), None)
+    return next((dtype for dtype in map(dtype_named, names) if dtype is not None), None)
 
 
 def _read_config(path: Path) -> Json:
@@ -264,5 +258,5 @@ def _parts_of(config: Json, key: str) -> list[Json]:
     """The values of a key in a configuration and in its sub-configurations."""
     if not isinstance(config, dict):
         return []
-    found = [config[key]] if config.get(key) is not None else []
-    return found + [one for value in config.values() for one in _parts_of(value, key)]
+    parts = [config[key]] if config.get(key) is not None else []
+    return parts + [one for value in config.values() for one in _parts_of(value, key)]

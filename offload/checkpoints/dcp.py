@@ -77,15 +77,15 @@ def read_metadata(folder: Path) -> dict[str, Sharded]:
     """
     path = folder / METADATA
     try:
-        found = _fields(read_notes(read_regular(path, _LONGEST), _CLASSES))
-        stored = _fields(found["storage_data"], dict)
+        metadata = _fields(read_notes(read_regular(path, _LONGEST), _CLASSES))
+        stored = _fields(metadata["storage_data"], dict)
         places = {_place_of(index): _fields(info) for index, info in stored.items()}
         tensors = {
             name: _fields(noted)
-            for name, noted in _fields(found["state_dict_metadata"], dict).items()
+            for name, noted in _fields(metadata["state_dict_metadata"], dict).items()
             if type(noted).__name__ == "TensorStorageMetadata"
         }
-        names = _names(tensors, found.get("planner_data"))
+        names = _names(tensors, metadata.get("planner_data"))
         values = {name: _sharded(name, key, tensors[key], places) for name, key in names.items()}
     except (CheckpointError, CorruptFileError) as error:
         raise type(error)(f"{path} {error}") from (error.__cause__ or error)
@@ -109,10 +109,10 @@ def archives_of(values: Mapping[str, Sharded]) -> dict[str, dict[str, tuple[int,
 
 def check_shard(file: TensorFile, value: Sharded, shard: Shard) -> None:
     """Raises `CheckpointError` if a file's content contradicts the metadata."""
-    found = file.entries.get(shard.key)
-    if found is not None and (found.layout.shape, found.layout.dtype) != (shard.shape, value.dtype):
+    entry = file.entries.get(shard.key)
+    if entry is not None and (entry.layout.shape, entry.layout.dtype) != (shard.shape, value.dtype):
         raise CheckpointError(
-            f"{file.path} holds {found.layout.dtype} {list(found.layout.shape)} for {shard.key!r}, and {METADATA} says "
+            f"{file.path} holds {entry.layout.dtype} {list(entry.layout.shape)} for {shard.key!r}, and {METADATA} says "
             f"{value.dtype} {list(shard.shape)}: the files do not belong together"
         )
 

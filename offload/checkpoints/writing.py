@@ -118,7 +118,7 @@ class Contents:
     Attributes:
         parts: the values by key.
         ties: the omitted names, each with the key that has its value.
-        metadata: of every file.
+        metadata: what the header of every file says.
     """
 
     parts: dict[str, WrittenValue]
@@ -309,10 +309,10 @@ def _earlier_in(folder: Path, files: Iterable[str]) -> list[Path]:
 
     Raises `ForeignFileError` if files there are not ours, or live tensors refer to them.
     """
-    found = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
+    listed = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
     with reading(folder):
         named = [path for path in sorted(folder.glob("model-*.safetensors")) if _SHARD.fullmatch(path.name)]
-    earlier = found + [path for path in named if is_ours(path)]
+    earlier = listed + [path for path in named if is_ours(path)]
     for path in sorted({*(folder / name for name in files), *earlier}):
         refuse_foreign(path, _KIND if path.name == _INDEX else None, _FOREIGN)
     _refuse_offload_folder(folder)
@@ -335,8 +335,8 @@ def _remove_earlier(paths: Iterable[Path]) -> None:
 def _refuse_offload_folder(folder: Path) -> None:
     """A checkpoint among single-value files would hide them: it would be opened in their place."""
     with reading(folder):
-        found = list(folder.glob("*.safetensors"))
-    for path in found:
+        files = list(folder.glob("*.safetensors"))
+    for path in files:
         try:
             is_value = "name" in TensorFile.open(path).notes
         except ReadError:

@@ -74,10 +74,10 @@ def dtype(text: str) -> torch.dtype:
     """A floating-point dtype."""
     from offload.storage.layout import dtype_named
 
-    found = dtype_named(_SHORT_DTYPES.get(text, text.removeprefix("torch.")))
-    if found is None or not found.is_floating_point:
+    chosen = dtype_named(_SHORT_DTYPES.get(text, text.removeprefix("torch.")))
+    if chosen is None or not chosen.is_floating_point:
         raise argparse.ArgumentTypeError(f"{text!r} is not a floating-point dtype: use bfloat16, float16, float32...")
-    return found
+    return chosen
 
 
 def size(text: str) -> str:

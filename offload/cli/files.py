@@ -65,12 +65,12 @@ def inspect(options: argparse.Namespace) -> None:
         names = ("name", "dtype", "shape", "nbytes", "file")
         print_json({"tensors": [dict(zip(names, row, strict=True)) for row in rows], "nbytes": source.nbytes})
         return
-    made = table("name", "dtype", "shape", "size", "file", footer=True)
-    made.columns[0].footer, made.columns[3].footer = counted(len(source), "tensor"), decimal(source.nbytes)
-    made.columns[3].justify = "right"
+    lines = table("name", "dtype", "shape", "size", "file", footer=True)
+    lines.columns[0].footer, lines.columns[3].footer = counted(len(source), "tensor"), decimal(source.nbytes)
+    lines.columns[3].justify = "right"
     for name, dtype, shape, nbytes, file in rows:
-        made.add_row(cell(name), cell(dtype), "" if shape is None else str(shape), decimal(nbytes), cell(file))
-    console().print(made)
+        lines.add_row(cell(name), cell(dtype), "" if shape is None else str(shape), decimal(nbytes), cell(file))
+    console().print(lines)
 
 
 def verify(options: argparse.Namespace) -> int:

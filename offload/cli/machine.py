@@ -20,25 +20,25 @@ def doctor(options: argparse.Namespace) -> None:
     with doing("measuring the disk"):
         from offload.planning.machine import diagnose
 
-        found = diagnose(options.folder)
+        diagnosis = diagnose(options.folder)
     if options.json:
-        print_json(found)
+        print_json(diagnosis)
     else:
-        print_pairs(_lines(found).items())
+        print_pairs(_lines(diagnosis).items())
 
 
-def _lines(found: Diagnosis) -> dict[str, str]:
+def _lines(diagnosis: Diagnosis) -> dict[str, str]:
     from rich.filesize import decimal
 
-    disk = found.disk
+    disk = diagnosis.disk
     rates = {"write, synced": disk.writes, "read, cold": disk.reads}
     written = {name: "not possible here" if rate is None else f"{decimal(int(rate))}/s" for name, rate in rates.items()}
     return {
-        **found.versions,
-        "kernels for packed weights": found.kernels,
-        **{device: decimal(size) for device, size in found.devices.items()},
-        "memory": decimal(found.memory),
-        "available now": decimal(found.available),
+        **diagnosis.versions,
+        "kernels for packed weights": diagnosis.kernels,
+        **{device: decimal(size) for device, size in diagnosis.devices.items()},
+        "memory": decimal(diagnosis.memory),
+        "available now": decimal(diagnosis.available),
         f"free in {disk.folder}": decimal(disk.free),
         **written,
     }

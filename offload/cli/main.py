@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The parser for the whole command line."""
     as_it_is, about = argparse.RawDescriptionHelpFormatter, "PyTorch tensors that live on disk."
-    made = argparse.ArgumentParser(prog="offload", description=about, epilog=_EPILOG, formatter_class=as_it_is)
-    made.set_defaults(run=None)
-    made.add_argument("--version", action="version", version=f"offload {version()}")
-    add_commands(made)
-    return made
+    command = argparse.ArgumentParser(prog="offload", description=about, epilog=_EPILOG, formatter_class=as_it_is)
+    command.set_defaults(run=None)
+    command.add_argument("--version", action="version", version=f"offload {version()}")
+    add_commands(command)
+    return command

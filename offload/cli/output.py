@@ -106,8 +106,8 @@ def console(*, stderr: bool = False) -> Console:
     """A console that cuts lines on a terminal only."""
     from rich.console import Console
 
-    made = Console(highlight=False, stderr=stderr)
-    return made if made.is_terminal else Console(highlight=False, stderr=stderr, width=10_000)
+    screen = Console(highlight=False, stderr=stderr)
+    return screen if screen.is_terminal else Console(highlight=False, stderr=stderr, width=10_000)
 
 
 def table(*names: str, footer: bool = False, header: bool = True) -> Table:
@@ -115,18 +115,18 @@ def table(*names: str, footer: bool = False, header: bool = True) -> Table:
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, show_footer=footer, show_header=header)
+    empty = Table(box=box.SIMPLE_HEAD, show_footer=footer, show_header=header)
     for name in names:
-        made.add_column(name, overflow="fold")
-    return made
+        empty.add_column(name, overflow="fold")
+    return empty
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Print one line per pair."""
-    made = table("", "", header=False)
+    pairs_table = table("", "", header=False)
     for label, value in pairs:
-        made.add_row(cell(label), cell(value))
-    console().print(made)
+        pairs_table.add_row(cell(label), cell(value))
+    console().print(pairs_table)
 
 
 def cell(text: str) -> Text:

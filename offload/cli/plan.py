@@ -17,7 +17,7 @@ def plan(options: argparse.Namespace) -> None:
         from offload.planning.estimate import plan as planned
 
     with doing("measuring the disk and the processor"):
-        found = planned(
+        answer = planned(
             options.model,
             max_memory=options.max_memory,
             device=options.device,
@@ -28,6 +28,6 @@ def plan(options: argparse.Namespace) -> None:
             **({"revision": options.revision} if options.revision else {}),
         )
     if options.json:
-        print_json(found)
+        print_json(answer)
     else:
-        say(str(found))
+        say(str(answer))

@@ -29,11 +29,11 @@ def cache(options: argparse.Namespace) -> None:
         counts = {"rows": len(rows), "filled": rows.num_filled, "nbytes": rows.nbytes}
         print_json({"path": str(options.path), **counts, "columns": columns, "metadata": dict(rows.metadata)})
         return
-    made = table("column", "kind", "dtype", "row", "filled")
+    lines = table("column", "kind", "dtype", "row", "filled")
     for name, column in rows.schema.items():
         dtype = str(column.dtype).removeprefix("torch.") if column.kind in ("tensor", "ragged") else ""
-        made.add_row(cell(name), column.kind, dtype, column.shape_text if dtype else "", str(_filled(rows, name)))
-    console().print(made)
+        lines.add_row(cell(name), column.kind, dtype, column.shape_text if dtype else "", str(_filled(rows, name)))
+    console().print(lines)
     for key, value in rows.metadata.items():
         say(f"{key}: {json.dumps(value, ensure_ascii=False)}")
     say(f"{options.path}: {len(rows)} rows, {rows.num_filled} filled, {decimal(rows.nbytes)}")

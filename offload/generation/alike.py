@@ -90,8 +90,8 @@ def attend(
     rows, tokens = query.shape[2], key.shape[2]
     is_usual = attention_mask is None or attention_mask.dtype == torch.bool
     if not _on.get() or rows == 1 or not is_usual or query.shape[0] > 1:
-        found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return found
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return result
     parts = []
     for row in range(rows):
         begin, end, mask = 0, tokens - rows + row + 1, None

@@ -92,15 +92,15 @@ class Blocks:
 
     def find(self, identity: str, tokens: list[int]) -> list[Block]:
         """The blocks that are there for the beginning of a prompt, in memory; they count as just used."""
-        found = list(self._opened(identity, tokens))
-        for depth, block in enumerate(found):
+        blocks = list(self._opened(identity, tokens))
+        for depth, block in enumerate(blocks):
             try:
                 block.wait()
             except FileError as error:
                 self._leave_out(block.path, error)
-                return found[:depth]
+                return blocks[:depth]
             _touch(block.path)
-        return found
+        return blocks
 
     def _opened(self, identity: str, tokens: list[int]) -> Iterator[Block]:
         for depth, name in enumerate(_names(identity, tokens)):

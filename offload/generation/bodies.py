@@ -124,12 +124,12 @@ def _asked_in(body: Json, least: int) -> Asked:
 def object_in(data: bytes) -> Json:
     """What a request says; raises `Refused` if it is no JSON object."""
     try:
-        found = json.loads(data)
+        body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the request is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise Refused("the request is not a JSON object")
-    return found
+    return body
 
 
 def _refuse_others(body: Json, models: Sequence[str] | None, path: str) -> None:
@@ -157,32 +157,32 @@ def _are_tokens(given: Json) -> bool:
 
 
 def _flag(body: Json, name: str) -> bool:
-    found = body.get(name)
-    if found is not None and type(found) is not bool:
-        raise Refused(f"{name} is {found!r}, not true or false"[:200], param=name)
-    return bool(found)
+    flag = body.get(name)
+    if flag is not None and type(flag) is not bool:
+        raise Refused(f"{name} is {flag!r}, not true or false"[:200], param=name)
+    return bool(flag)
 
 
 def _mapping(body: Json, name: str) -> Json:
-    found = body.get(name)
-    if found is not None and not isinstance(found, dict):
+    mapping = body.get(name)
+    if mapping is not None and not isinstance(mapping, dict):
         raise Refused(f"{name} is not a JSON object", param=name)
-    return found or {}
+    return mapping or {}
 
 
 def _number(body: Json, name: str, least: int, most: int) -> int | None:
-    found = body.get(name)
-    if found is not None and (type(found) is not int or not least <= found <= most):
-        raise Refused(f"{name} is {str(found)[:40]}, not a number from {least} to {most}", param=name)
-    return found
+    number = body.get(name)
+    if number is not None and (type(number) is not int or not least <= number <= most):
+        raise Refused(f"{name} is {str(number)[:40]}, not a number from {least} to {most}", param=name)
+    return number
 
 
 def _messages(body: Json) -> list[Json]:
     """The messages of a request, whose content is text."""
-    found = body.get("messages")
-    if not isinstance(found, list) or not found:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
         raise Refused("messages are not a list with messages", param="messages")
-    return [_message(one) for one in found]
+    return [_message(one) for one in messages]
 
 
 def _message(message: Json) -> Json:

@@ -197,9 +197,9 @@ class Drafts:
         self._source = None
         if left <= 0 or (self._is_first and is_switchable()):  # all tokens of a prompt are computed as without
             return input_ids, None
-        found, matched = looked_up(input_ids[0].tolist(), min(self._most, left), self._ends)
+        copied, matched = looked_up(input_ids[0].tolist(), min(self._most, left), self._ends)
         lookups = self._known.lookups
-        sources = [(lookups[max(least for least in lookups if least <= matched)], len(found))] if found else []
+        sources = [(lookups[max(least for least in lookups if least <= matched)], len(copied))] if copied else []
         if self._assistant is not None:
             sources.append((self._assistant, min(MOST, left)))
         with self._known.lock:
@@ -209,7 +209,7 @@ class Drafts:
             return input_ids, None
         if draft.source is self._assistant:
             return self._from_assistant(input_ids, draft.tokens)
-        followed = torch.tensor([found[: draft.tokens]], dtype=input_ids.dtype, device=input_ids.device)
+        followed = torch.tensor([copied[: draft.tokens]], dtype=input_ids.dtype, device=input_ids.device)
         return torch.cat([input_ids, followed], dim=1), None
 
     def _from_assistant(self, input_ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,10 +16,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
-from offload.errors import (
-    ShapeMismatchError,
-    UnsupportedOpError,
-)
+from offload.errors import ShapeMismatchError, UnsupportedOpError
 from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.owning import replace_by_zeros
 from offload.storage.replacing import refuse_filled
@@ -82,15 +79,15 @@ def kv_cache(config_or_model: Any, offload_dir: str | os.PathLike[str] | None = 
 def _on_disk(config: Any, prefix: str, folder: Path | None) -> Any:
     from transformers import DynamicCache
 
-    made = DynamicCache(config=config)
-    for place, layer in enumerate(made.layers):
+    past = DynamicCache(config=config)
+    for place, layer in enumerate(past.layers):
         name, kind = f"{prefix}layers.{place}", _kind_on_disk(layer.__class__)
         if kind is None:  # it does not keep them in the usual way
             continue
-        made.layers[place] = kind.__new__(kind)
-        made.layers[place].__dict__.update(layer.__dict__)
-        made.layers[place]._open(name, folder)
-    return made
+        past.layers[place] = kind.__new__(kind)
+        past.layers[place].__dict__.update(layer.__dict__)
+        past.layers[place]._open(name, folder)
+    return past
 
 
 @cache

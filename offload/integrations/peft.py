@@ -114,15 +114,15 @@ def merge_checkpoint(
         )
     merged = temporary_for(target)  # values, until they are saved
     try:
-        with replacing_folder(target) as made:
+        with replacing_folder(target) as partial_folder:
             model = from_pretrained(folder, dtype=dtype, offload_dir=merged, adapter=False)
             files = companions_beside(folder, dtype)
             if not is_folder(folder):  # a GGUF file has them within
                 files = {**tokenizer_files(folder), **companions_of(model)}
-            put_files(made, {name: data for name, data in files.items() if not name.startswith("adapter_")})
+            put_files(partial_folder, {name: data for name, data in files.items() if not name.startswith("adapter_")})
             merge_lora(model, adapter)
-            model.save_pretrained(made, max_shard_size=max_shard_size)
-            sync_whole(made)
+            model.save_pretrained(partial_folder, max_shard_size=max_shard_size)
+            sync_whole(partial_folder)
     finally:
         remove(merged)
 

@@ -140,11 +140,11 @@ def _as_read(path: Path) -> Iterator[None]:
         raise CorruptFileError(f"{path} can't be read ({error}): is it complete? Download or copy it again.") from error
 
 
-def _chosen(found: Mapping[str, object], columns: Columns, place: str) -> dict[str, Any]:
+def _chosen(available: Mapping[str, object], columns: Columns, place: str) -> dict[str, Any]:
     for name in columns or ():
-        if name not in found:
-            raise CacheError(f"{place} has no column {name!r}; it has {', '.join(map(repr, found))}")
-    return {name: found[name] for name in (found if columns is None else columns)}
+        if name not in available:
+            raise CacheError(f"{place} has no column {name!r}; it has {', '.join(map(repr, available))}")
+    return {name: available[name] for name in (available if columns is None else columns)}
 
 
 # What has a length and slices
@@ -232,10 +232,10 @@ def _values_of(rows: np.ndarray[Any, Any]) -> Any:
 def _rows_of_group(group: Any, columns: Columns) -> Incoming:
     import h5py
 
-    found: dict[str, Any] = {}
-    group.visititems(lambda name, item: found.update({name: item} if isinstance(item, h5py.Dataset) else {}))
+    datasets: dict[str, Any] = {}
+    group.visititems(lambda name, item: datasets.update({name: item} if isinstance(item, h5py.Dataset) else {}))
     place, parts = f"{group.file.filename}{group.name}", dict[str, Part]()
-    for name, dataset in _chosen(found, columns, place).items():
+    for name, dataset in _chosen(datasets, columns, place).items():
         if dataset.is_virtual or dataset.external:
             raise CacheError(f"the values of {name!r} in {place} are in other files: read those, or name columns=")
         is_text = h5py.check_string_dtype(dataset.dtype) is not None

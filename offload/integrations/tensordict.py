@@ -180,11 +180,11 @@ def load_memmap_(td: Any, folder: PathLike, **options: Any) -> Any:
         >>> load_memmap_(td, "changing")["x"].sum()
         tensor(0.)
     """
-    found = load_memmap(folder, **{"device": td.device, **options})
+    stored = load_memmap(folder, **{"device": td.device, **options})
     td.unlock_()
     for key in list(td.keys()):
         td.del_(key)
-    return td.update(found)
+    return td.update(stored)
 
 
 def save_memmap(td: Any, folder: PathLike) -> Any:
@@ -252,9 +252,9 @@ def _publish(td: Any, folder: Path, *, of_zeros: bool = False) -> None:
     if not is_unicode(str(folder)):
         raise ArgumentError(f"{str(folder)!r} is not a path that tensordict can map files under: it is not UTF-8")
     with replacing_folder(folder) as temporary:
-        made = _laid_out(td, temporary)
+        target = _laid_out(td, temporary)
         if not of_zeros:
-            td.named_apply(_copied, made, nested_keys=True, filter_empty=True)
+            td.named_apply(_copied, target, nested_keys=True, filter_empty=True)
         sync_whole(temporary)
 
 
@@ -268,8 +268,8 @@ def _laid_out(td: Any, folder: Path) -> Any:
     """Let tensordict lay out a folder with zeros, and open it: a write to a leaf reserves its disk space first."""
     try:
         td.memmap_like(folder)
-        made = load_memmap(folder, mode="r+")
-        lost = set(td.keys(include_nested=True)) - set(made.keys(include_nested=True))
+        target = load_memmap(folder, mode="r+")
+        lost = set(td.keys(include_nested=True)) - set(target.keys(include_nested=True))
     except OSError:
         raise
     except Exception as error:  # tensordict can raise anything for what it can't write, or can't read again
@@ -279,4 +279,4 @@ def _laid_out(td: Any, folder: Path) -> Any:
         ) from error
     if lost:
         raise UnsupportedOpError(f"{min(lost, key=repr)!r}: tensordict's format reserves this key: rename it")
-    return made
+    return target

@@ -213,11 +213,11 @@ def _fill_unsaved(model: Pretrained, dtype: torch.dtype) -> None:
         return
     try:
         with init_empty_weights(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            made = model.__class__._from_config(  # type: ignore[attr-defined]
+            filled = model.__class__._from_config(  # type: ignore[attr-defined]
                 copy.deepcopy(model.config), dtype=dtype
             )
         for name, key in unsaved:
-            buffers_of(model.get_submodule(name))[key] = buffers_of(made.get_submodule(name))[key]
+            buffers_of(model.get_submodule(name))[key] = buffers_of(filled.get_submodule(name))[key]
     except Exception as error:  # code of others can raise anything
         names = some([".".join(filter(None, place)) for place in unsaved])
         raise CheckpointError(
@@ -269,8 +269,8 @@ def model_on_meta(
 def _as_it_is(path: Path) -> Settings:
     """A configuration before transformers sees it; empty if it is damaged, which transformers says."""
     with suppress(OffloadError):
-        if isinstance(found := read_json(path, "a model's configuration"), dict):
-            return found
+        if isinstance(settings := read_json(path, "a model's configuration"), dict):
+            return settings
     return {}
 
 

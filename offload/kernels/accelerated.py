@@ -113,10 +113,10 @@ def decode(packed: Packed, pieces: Sequence[torch.Tensor], first: int, place: to
 
 
 def _given(packed: Packed, pieces: Sequence[torch.Tensor], columns: int) -> _Layout:
-    found = _layout(packed, pieces, columns)
-    if found is None:
+    layout = _layout(packed, pieces, columns)
+    if layout is None:
         raise ArgumentError(f"the kernels do not take {[piece.shape for piece in pieces]} for {columns} columns")
-    return found
+    return layout
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ class _Layout:
     """What both kernels are given.
 
     Attributes:
-        rows: that are packed.
+        rows: how many rows are packed.
         given: the numbers, their step, rows per head, scales, the width of their grid, rows and columns that share one,
             the table; scales of the scales, their numbers, how many share one, and what is added; the last factor.
-        meant: what they mean.
+        meant: the constants of the kernels, which say how these are to be read.
     """
 
     rows: int
@@ -138,11 +138,11 @@ class _Layout:
 def _layout(packed: Packed, pieces: Sequence[torch.Tensor], columns: int) -> _Layout | None:
     if isinstance(packed, WordColumns) or packed.kind not in _KINDS:
         return None
-    found = packed.by_role(pieces, columns)
-    if found is None:
+    pieces_by_role = packed.by_role(pieces, columns)
+    if pieces_by_role is None:
         return None
-    numbers = found["numbers"].view(torch.uint8)
-    rows, step, scales = len(numbers), numbers.stride(0), found.get("scales")
+    numbers = pieces_by_role["numbers"].view(torch.uint8)
+    rows, step, scales = len(numbers), numbers.stride(0), pieces_by_role.get("scales")
     meant = {"KIND": packed.kind, "IN_BLOCKS": scales is None, "SCALES": "float", "IN_HEADS": False}
     if isinstance(packed, GgufRows):
         table = _table(_NO_TABLE, numbers.device)
@@ -156,10 +156,10 @@ def _layout(packed: Packed, pieces: Sequence[torch.Tensor], columns: int) -> _La
         scales = scales.view(torch.int16)
     table = _table(packed.table, numbers.device)
     nested = _not_nested(table, packed.last)
-    if "nested_scales" in found:
+    if "nested_scales" in pieces_by_role:
         if not scales.is_contiguous():
             return None
-        meant["SCALES"], (outer, inner) = "nested", (found["nested_scales"], found["nested_numbers"])
+        meant["SCALES"], (outer, inner) = "nested", (pieces_by_role["nested_scales"], pieces_by_role["nested_numbers"])
         nested = (outer, inner, packed.nested_block, packed.nested_offset, packed.last)
     return _Layout(rows, (numbers, step, 0, scales, scales.stride(0), high, group, table, *nested), meant)
 

@@ -144,36 +144,36 @@ def library() -> ctypes.CDLL | None:
     for path in [Path(asked)] if asked else [folder / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]:
         if path.exists():
             try:
-                found = ctypes.CDLL(str(path))
+                loaded = ctypes.CDLL(str(path))
             except OSError:  # of another architecture, as in a folder that is shared between machines
                 return None
-            if _interface_of(found) == _INTERFACE:
-                return _with_signatures(found)
+            if _interface_of(loaded) == _INTERFACE:
+                return _with_signatures(loaded)
             log.warning("%s is of another version: torch decodes packed weights until offload is installed again", path)
     return None
 
 
-def _interface_of(found: ctypes.CDLL) -> int | None:
-    return int(found.offload_kernels_interface()) if hasattr(found, "offload_kernels_interface") else None
+def _interface_of(loaded: ctypes.CDLL) -> int | None:
+    return int(loaded.offload_kernels_interface()) if hasattr(loaded, "offload_kernels_interface") else None
 
 
-def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
+def _with_signatures(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     place, how = (pointer, number, whole), (whole, pointer, ctypes.c_uint)  # `how`: level, team, threads
-    found.offload_decode.argtypes = (pointer, pointer, number, number, *place, whole, *how)
-    found.offload_multiply.argtypes = (pointer, pointer, number, pointer, pointer)
-    found.offload_experts.argtypes = (pointer, *how)
-    found.offload_gather.argtypes = (pointer, pointer, pointer, number, pointer, *how)
-    found.offload_pack_logps.argtypes = (pointer, pointer, number, number, whole, whole, pointer)
-    found.offload_unpack_logps.argtypes = (pointer, number, number, whole, whole, pointer, pointer, pointer, whole)
-    return found
+    loaded.offload_decode.argtypes = (pointer, pointer, number, number, *place, whole, *how)
+    loaded.offload_multiply.argtypes = (pointer, pointer, number, pointer, pointer)
+    loaded.offload_experts.argtypes = (pointer, *how)
+    loaded.offload_gather.argtypes = (pointer, pointer, pointer, number, pointer, *how)
+    loaded.offload_pack_logps.argtypes = (pointer, pointer, number, number, whole, whole, pointer)
+    loaded.offload_unpack_logps.argtypes = (pointer, number, number, whole, whole, pointer, pointer, pointer, whole)
+    return loaded
 
 
 @lru_cache(maxsize=1)
 def best_level() -> int:
     """The most capable instruction set of this processor, as an index in its `LEVELS`."""
-    found = library()
-    return 0 if found is None else int(found.offload_kernels_levels())
+    kernels = library()
+    return 0 if kernels is None else int(kernels.offload_kernels_levels())
 
 
 @lru_cache(maxsize=2 * len(DTYPES))
@@ -279,18 +279,18 @@ def _call(function: str, *given: object, numbers: int, level: int | None) -> Non
         ArgumentError: there is no library, or not for this processor.
         MemoryError
     """
-    found, how = _chosen(numbers, level)
-    if getattr(found, function)(*given, *how):
+    kernels, how = _chosen(numbers, level)
+    if getattr(kernels, function)(*given, *how):
         raise MemoryError(_NO_MEMORY)
 
 
 def _chosen(numbers: int, level: int | None) -> tuple[ctypes.CDLL, tuple[int, int | None, int]]:
     """The library; the level, and the team and threads that go through so many numbers."""
-    found, chosen = library(), best_level() if level is None else level
-    if found is None or not 0 <= chosen <= best_level():
+    kernels, chosen = library(), best_level() if level is None else level
+    if kernels is None or not 0 <= chosen <= best_level():
         raise ArgumentError(f"there are no kernels of level {chosen}: {description()}")
     count, team = _threads(numbers)
-    return found, (chosen, team, count)
+    return kernels, (chosen, team, count)
 
 
 def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None = None) -> None:
@@ -360,7 +360,7 @@ class Product:
     Attributes:
         matrices: the packed rows; their memory is alive.
         parts, count: as the library takes them: their address, and how many there are.
-        sizes: of all of them: rows, and columns.
+        sizes: the rows of all of them, and their columns.
     """
 
     __slots__ = ("_array", "_calls", "count", "matrices", "parts", "sizes")
@@ -440,9 +440,9 @@ class Product:
         self, rows: int, step: int, apart: int, x: torch.dtype, bias: torch.dtype, place: torch.dtype, level: int | None
     ) -> tuple[Any, int, ProductCall]:
         """The function of the library, and what it takes: its address, and what has to be alive."""
-        found, how = _chosen(rows * self.sizes[0] * self.sizes[1], level)
+        kernels, how = _chosen(rows * self.sizes[0] * self.sizes[1], level)
         call = ProductCall(self.parts, self.count, step, apart, DTYPES[x], DTYPES[bias], DTYPES[place], *how)
-        return found.offload_multiply, ctypes.addressof(call), call
+        return kernels.offload_multiply, ctypes.addressof(call), call
 
 
 def _rows_in(tensor: torch.Tensor, columns: int) -> tuple[int, int, int]:
@@ -468,9 +468,9 @@ class WeightedSum(NamedTuple):
     """A sum for each token.
 
     Attributes:
-        places: rows of the results, (tokens, picks), int64; -1 for none.
-        weights: float32, as many.
-        out: (tokens, width).
+        places: which rows of the results are added, (tokens, picks), int64; -1 for none.
+        weights: their factors, (tokens, picks), float32.
+        out: the sums, (tokens, width).
     """
 
     places: torch.Tensor
@@ -602,7 +602,7 @@ def unpack_logps(
 def _logps(width: int, k: int, id_bits: int, bits: int) -> ctypes.CDLL:
     """The library, for rows of this many bytes."""
     fits = 0 < id_bits < 32 and 1 < bits < 24 and k > 0 and width == 4 + (k * (id_bits + bits) + 7) // 8
-    found = library()
-    require(fits and found is not None, k, "numbers of", id_bits, "and", bits, "bits in", width, "bytes")
-    assert found is not None
-    return found
+    kernels = library()
+    require(fits and kernels is not None, k, "numbers of", id_bits, "and", bits, "bits in", width, "bytes")
+    assert kernels is not None
+    return kernels

@@ -102,9 +102,9 @@ class GgufRows:
     """Rows of blocks that hold their own factors, as in a GGUF file.
 
     Attributes:
-        kind: of the blocks.
-        heads: rows per head whose pairs are stored side by side and wanted apart, as in llama.cpp's queries and keys;
-            0 for none.
+        kind: the type of the blocks, as the GGUF format names it.
+        heads: how many rows a head has, if its pairs are stored side by side and wanted apart, as in llama.cpp's
+            queries and keys; else 0.
         is_rounded: see `Packed`.
     """
 
@@ -131,13 +131,13 @@ class GgufRows:
     def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix:
         """See `Packed`."""
         rows = _fitting(self, pieces, columns)["numbers"]
-        made = _matrix(memory_of(rows), rows.stride(0), columns, self.kind, len(rows))
-        made.heads = self.heads
+        matrix = _matrix(memory_of(rows), rows.stride(0), columns, self.kind, len(rows))
+        matrix.heads = self.heads
         if self.kind in _BOOKS:
             book = _codebook(self.kind)
             assert book is not None
-            made.book = memory_of(book)
-        return made
+            matrix.book = memory_of(book)
+        return matrix
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,13 @@ class NumberRows:
     """Rows of numbers whose factors are stored elsewhere: (number - zero point) / divisor * factor * last.
 
     Attributes:
-        kind: of the numbers: a name in `NUMBER_KINDS` in kernels.h.
-        roles: of the pieces, in order: "numbers", "scales", "zeros", "divisor" (of the scales), "nested_scales" and
-            "nested_numbers" (of scales that are packed, too).
-        group: columns that share a factor: 16, or a multiple of 32; 0 for all.
-        rows_per_scale: rows that share factors; 0 for all.
+        kind: the kind of the numbers: a name in `NUMBER_KINDS` in kernels.h.
+        roles: the roles of the pieces, in order: "numbers", "scales", "zeros", "divisor" (of the scales),
+            "nested_scales" and "nested_numbers" (of scales that are packed, too).
+        group: how many columns share a factor: 16, or a multiple of 32; 0 for all.
+        rows_per_scale: how many rows share factors; 0 for all.
         table: the 16 numbers for which half a byte stands.
-        last: by which products are multiplied at last.
+        last: the number by which products are multiplied at last.
         nested_block, nested_offset: how many packed scales share a factor, and what is added to them.
     """
 
@@ -172,52 +172,52 @@ class NumberRows:
 
     def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix:
         """See `Packed`."""
-        found = _fitting(self, pieces, columns)
-        numbers, scales, zeros = found["numbers"], found.get("scales"), found.get("zeros")
-        made = _matrix(memory_of(numbers), numbers.stride(0), columns, self.kind, len(numbers))
-        made.last, made.table = self.last, (ctypes.c_float * 16)(*self.table)
+        by_role = _fitting(self, pieces, columns)
+        numbers, scales, zeros = by_role["numbers"], by_role.get("scales"), by_role.get("zeros")
+        matrix = _matrix(memory_of(numbers), numbers.stride(0), columns, self.kind, len(numbers))
+        matrix.last, matrix.table = self.last, (ctypes.c_float * 16)(*self.table)
         if scales is not None:
-            made.group, made.rows_per_scale = self.shared_by(scales, columns, len(numbers))
-            made.scale_dtype, made.scales = FACTORS[scales.dtype], memory_of(scales)
-            made.scale_step = scales.stride(0) * scales.itemsize
+            matrix.group, matrix.rows_per_scale = self.shared_by(scales, columns, len(numbers))
+            matrix.scale_dtype, matrix.scales = FACTORS[scales.dtype], memory_of(scales)
+            matrix.scale_step = scales.stride(0) * scales.itemsize
         if zeros is not None:
-            made.zero_dtype, made.zeros = FACTORS[zeros.dtype], memory_of(zeros)
-            made.zero_step = zeros.stride(0) * zeros.itemsize
-        if "divisor" in found:
-            made.divisor = float(found["divisor"])
-        if "nested_scales" in found:
-            made.scale_dtype, made.nested_block, made.nested_offset = _NESTED, self.nested_block, self.nested_offset
-            made.nested_scales = memory_of(found["nested_scales"])
-            made.nested_numbers = memory_of(found["nested_numbers"])
-        return made
+            matrix.zero_dtype, matrix.zeros = FACTORS[zeros.dtype], memory_of(zeros)
+            matrix.zero_step = zeros.stride(0) * zeros.itemsize
+        if "divisor" in by_role:
+            matrix.divisor = float(by_role["divisor"])
+        if "nested_scales" in by_role:
+            matrix.nested_block, matrix.nested_offset = self.nested_block, self.nested_offset
+            matrix.scale_dtype, matrix.nested_scales = _NESTED, memory_of(by_role["nested_scales"])
+            matrix.nested_numbers = memory_of(by_role["nested_numbers"])
+        return matrix
 
     def by_role(self, pieces: Sequence[torch.Tensor], columns: int) -> ByRole | None:
         """See `Packed`."""
         if self.is_turned:
             pieces = [piece.transpose(0, 1) for piece in pieces]
-        found = dict(zip(self.roles, pieces, strict=True))
-        if not found["numbers"].dim() or found["numbers"].stride(-1) != 1 < found["numbers"].itemsize:
+        by_role = dict(zip(self.roles, pieces, strict=True))
+        if not by_role["numbers"].dim() or by_role["numbers"].stride(-1) != 1 < by_role["numbers"].itemsize:
             return None
-        numbers = as_rows(found["numbers"].view(torch.uint8), None, (columns * _BITS[self.kind] + 7) // 8)
-        if numbers is None or not all(takes(role, piece.dtype) for role, piece in found.items()):
+        numbers = as_rows(by_role["numbers"].view(torch.uint8), None, (columns * _BITS[self.kind] + 7) // 8)
+        if numbers is None or not all(takes(role, piece.dtype) for role, piece in by_role.items()):
             return None
-        if "scales" not in found:
+        if "scales" not in by_role:
             return {"numbers": numbers}
-        group, each = self.shared_by(found["scales"], columns, len(numbers))
+        group, each = self.shared_by(by_role["scales"], columns, len(numbers))
         groups, high = -(-columns // group), -(-len(numbers) // each)
-        found["numbers"] = numbers
-        for role in ("scales", "zeros") if "zeros" in found else ("scales",):
-            is_in_words = found[role].dtype == torch.int32  # of eight rows
-            factors = as_rows(found[role], -(-len(numbers) // 8) if is_in_words else high, groups)
+        by_role["numbers"] = numbers
+        for role in ("scales", "zeros") if "zeros" in by_role else ("scales",):
+            is_in_words = by_role[role].dtype == torch.int32  # of eight rows
+            factors = as_rows(by_role[role], -(-len(numbers) // 8) if is_in_words else high, groups)
             if factors is None:
                 return None
-            found[role] = factors
-        nested = [found[role] for role in ("nested_scales", "nested_numbers") if role in found]
+            by_role[role] = factors
+        nested = [by_role[role] for role in ("nested_scales", "nested_numbers") if role in by_role]
         if nested:
             are_floats = all(one.dtype == torch.float32 and one.is_contiguous() for one in nested)
             are_enough = nested[0].numel() * self.nested_block >= len(numbers) * groups and nested[1].numel() >= 256
-            return found if are_floats and are_enough and found["scales"].dtype == torch.uint8 else None
-        return found
+            return by_role if are_floats and are_enough and by_role["scales"].dtype == torch.uint8 else None
+        return by_role
 
     def shared_by(self, scales: torch.Tensor, columns: int, rows: int) -> tuple[int, int]:
         """How many columns share a factor, and how many rows."""
@@ -232,7 +232,7 @@ class WordColumns:
     The pieces are the words, zero points, scales, and, for inputs in an order of their own, the group of each.
 
     Attributes:
-        bits: of an integer.
+        bits: the width of an integer.
         less: what was subtracted from the zero points before they were stored.
         is_awq: whether a word holds eight outputs of an input, and not some inputs of an output.
     """
@@ -263,30 +263,30 @@ class WordColumns:
         """See `Packed`."""
         words, zeros, scales = _fitting(self, pieces, columns).values()
         groups, outputs = scales.shape
-        made = _matrix(memory_of(words), words.stride(0) * 4, columns, _WORDS[self.is_awq], outputs)
-        made.group, made.scale_dtype = -(-columns // groups), FACTORS[scales.dtype]
-        made.scales, made.scale_step = memory_of(scales), scales.stride(0) * scales.itemsize
-        made.zeros, made.zero_step = memory_of(zeros), zeros.stride(0) * 4
-        made.bits, made.less = self.bits, self.less
+        matrix = _matrix(memory_of(words), words.stride(0) * 4, columns, _WORDS[self.is_awq], outputs)
+        matrix.group, matrix.scale_dtype = -(-columns // groups), FACTORS[scales.dtype]
+        matrix.scales, matrix.scale_step = memory_of(scales), scales.stride(0) * scales.itemsize
+        matrix.zeros, matrix.zero_step = memory_of(zeros), zeros.stride(0) * 4
+        matrix.bits, matrix.less = self.bits, self.less
         for order in pieces[3:]:
-            made.order = memory_of(order)
+            matrix.order = memory_of(order)
             least, most = map(int, order.aminmax()) if columns else (0, 0)
             require(0 <= least <= most < groups, "groups from", least, "to", most, "of", groups)
-        return made
+        return matrix
 
 
 def _matrix(address: int, step: int, columns: int, kind: str, rows: int) -> Matrix:
-    made = Matrix(address, step, columns, _KINDS[kind], 0, _NONE, _NONE)
-    made.group, made.rows_per_scale, made.divisor, made.last, made.outputs = columns, 1, 1, 1, rows
-    return made
+    matrix = Matrix(address, step, columns, _KINDS[kind], 0, _NONE, _NONE)
+    matrix.group, matrix.rows_per_scale, matrix.divisor, matrix.last, matrix.outputs = columns, 1, 1, 1, rows
+    return matrix
 
 
 def _fitting(packed: Packed, pieces: Sequence[torch.Tensor], columns: int) -> ByRole:
-    found = packed.by_role(pieces, columns)
-    if found is None:
+    by_role = packed.by_role(pieces, columns)
+    if by_role is None:
         sizes = [(tuple(piece.shape), piece.dtype) for piece in pieces]
         raise ArgumentError(f"the kernels do not take {sizes} for {columns} columns of {packed}")
-    return found
+    return by_role
 
 
 Packed: TypeAlias = GgufRows | NumberRows | WordColumns

@@ -115,13 +115,13 @@ def _dense(
         stored = row - within + within % (heads // 2) * 2 + within // (heads // 2)
     start = stored.to(tl.int64) * step
     if IN_BLOCKS:
-        found = _in_blocks(numbers, start, column, inside, KIND)
+        dense = _in_blocks(numbers, start, column, inside, KIND)
     else:
-        found = _with_scales(
+        dense = _with_scales(
             numbers, start, scales, across, high, group, table, outer, inner, nested, offset, last,
             row, column, inside, KIND, SCALES,
         )  # fmt: skip
-    return tl.where(inside, found, 0.0)
+    return tl.where(inside, dense, 0.0)
 
 
 @triton.jit
@@ -146,8 +146,8 @@ def multiply(
         given = tl.load(x + one * columns + column, mask=(one < count) & (column < columns), other=0.0).to(tl.float32)
         total += given[:, None, :] * dense[None, :, :]
     place = first + tl.arange(0, HIGH)[None, :]
-    found = tl.sum(total, axis=2).to(out.dtype.element_ty)
-    tl.store(out + one * out_step + place, found, mask=(one < count) & (place < rows))
+    product = tl.sum(total, axis=2).to(out.dtype.element_ty)
+    tl.store(out + one * out_step + place, product, mask=(one < count) & (place < rows))
 
 
 @triton.jit
@@ -161,12 +161,12 @@ def decode(
     place = (tl.program_id(0) * HIGH + tl.arange(0, HIGH))[:, None]
     column = (tl.program_id(1) * WIDE + tl.arange(0, WIDE))[None, :]
     inside = (place < rows) & (column < columns)
-    found = _dense(
+    dense = _dense(
         numbers, step, heads, scales, across, high, group, table, outer, inner, nested, offset, last,
         begin + place, column, inside, KIND, IN_BLOCKS, SCALES, IN_HEADS,
     )  # fmt: skip
     tl.store(
         out + place.to(tl.int64) * out_step + column.to(tl.int64) * out_wide,
-        found.to(out.dtype.element_ty),
+        dense.to(out.dtype.element_ty),
         mask=inside,
     )

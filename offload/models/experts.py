@@ -71,9 +71,9 @@ def multiply_experts(
         if getattr(experts, "_is_expert_parallel", False):
             top_k_index = top_k_index.clamp(max=len(up))  # other ranks', which have this number before 5.18
         routed, down, is_turned = (hidden_states, top_k_index, top_k_weights), experts.down_proj, experts.is_transposed
-        found = multiplied_by_experts(*routed, up, down, _between(experts), is_turned=is_turned)
-        if found is not None:
-            return found
+        result = multiplied_by_experts(*routed, up, down, _between(experts), is_turned=is_turned)
+        if result is not None:
+            return result
     from offload.transformers_api import grouped_mm_experts_forward
 
     return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)

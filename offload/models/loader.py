@@ -96,7 +96,7 @@ class LoadReport:
     Attributes:
         missing_keys: tensors of the model that the checkpoint does not have.
         unexpected_keys: tensors of the checkpoint that the model does not have.
-        mismatched_keys: name, shape in the checkpoint, shape in the model; only in the text of an error.
+        mismatched_keys: each name with its shapes in the checkpoint and in the model; only in the text of an error.
         forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, "in files
             of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined", "laid out
             anew", "decoded from fp8, joined"...
@@ -414,8 +414,8 @@ def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
 
 def _compare(keyed: Sequence[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
     expected = {key for slot, _ in keyed for key in slot.keys}
-    found = [(key, source[key].layout, tuple(slot.held.shape)) for slot, key in keyed if key is not None]
-    mismatched = [(key, held.shape, shape) for key, held, shape in found if held is not None and held.shape != shape]
+    stored = [(key, source[key].layout, tuple(slot.held.shape)) for slot, key in keyed if key is not None]
+    mismatched = [(key, held.shape, shape) for key, held, shape in stored if held is not None and held.shape != shape]
     missing = [slot.keys[0] for slot, key in keyed if key is None]
     return LoadReport(missing, [name for name in source if name not in expected], mismatched)
 
@@ -492,8 +492,8 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
     named = {handle.folder for handle in stored if handle.folder is not None}
     folders: dict[Path | None, bool] = {folder: store or is_folder(folder) for folder in named}
     recipes = [(handle, handle.composed) for handle in stored if folders.get(handle.folder) and not handle.is_subclass]
-    made = [(handle, recipe.mark) for handle, recipe in recipes if isinstance(recipe, Recipe)]
-    left = [(handle, mark) for handle, mark in made if not open_stored(handle, mark)]
+    marked = [(handle, recipe.mark) for handle, recipe in recipes if isinstance(recipe, Recipe)]
+    left = [(handle, mark) for handle, mark in marked if not open_stored(handle, mark)]
     if not store:
         return
     with progress_in_bytes(sum(handle.layout.nbytes for handle, _ in left), "storing") as advance:
@@ -507,7 +507,7 @@ def _forms(slots: Iterable[Slot]) -> dict[str, HeldForm]:
     held: dict[str, list[Slot]] = {}
     for slot in slots:
         held.setdefault(_form(slot.tensor), []).append(slot)
-    return {what: HeldForm(len(found), _stored_bytes(found)) for what, found in sorted(held.items())}
+    return {what: HeldForm(len(values), _stored_bytes(values)) for what, values in sorted(held.items())}
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -289,16 +289,16 @@ def runs_of(outer: Any, name: str) -> dict[int, list[Run]]:
             )
         dim = placement.dim % outer.dim()
         known = of_dims.get(dim, range(outer.shape[dim]))
-        found = offsets_of_shard(placement, len(known), mesh.size(axis), coordinate[axis])
-        of_dims[dim] = known[found.start : found.stop] if isinstance(found, range) else [known[at] for at in found]
+        own = offsets_of_shard(placement, len(known), mesh.size(axis), coordinate[axis])
+        of_dims[dim] = known[own.start : own.stop] if isinstance(own, range) else [known[at] for at in own]
     return {dim: _runs(numbers) for dim, numbers in of_dims.items()}
 
 
 def _runs(numbers: Sequence[int]) -> list[Run]:
     if isinstance(numbers, range):
         return [(numbers.start, max(numbers.start, numbers.stop))]
-    found = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0])]
-    return [(run[0], run[-1] + 1) for run in found] or [(0, 0)]
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0])]
+    return [(run[0], run[-1] + 1) for run in runs] or [(0, 0)]
 
 
 def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:

@@ -355,10 +355,10 @@ class Replacing:
         """`new` in a separate file, in the folder and under the memory budget of `old`."""
         handle, value = handle_of(old), guest_of(new.detach())
         own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
-        made = create_value(value, own_name, handle.folder, exist_ok=True)
-        page_state_of(made).pool = page_state_of(handle).pool
-        self._handles.add(made)
-        return wrap_handle(made, new.device)
+        new_handle = create_value(value, own_name, handle.folder, exist_ok=True)
+        page_state_of(new_handle).pool = page_state_of(handle).pool
+        self._handles.add(new_handle)
+        return wrap_handle(new_handle, new.device)
 
 
 # Selecting values
@@ -369,7 +369,7 @@ def _selected(values: list[Slot], select: Select, source: object) -> list[Slot]:
         return values
     if callable(select) and not isinstance(select, type):
         return [value for value in values if select(value.name, value.tensor)]
-    found: dict[int, Slot] = {}
+    selected: dict[int, Slot] = {}
     wishes = [select] if isinstance(select, str | type) or not isinstance(select, Iterable) else list(select)
     for wanted in wishes:
         if not isinstance(wanted, str | type):
@@ -378,8 +378,8 @@ def _selected(values: list[Slot], select: Select, source: object) -> list[Slot]:
         if not meant:
             names = some((value.name for value in values), 3)
             raise ArgumentError(f"select: {wanted!r} is none of the {len(values)} values ({names})")
-        found.update((id(value), value) for value in meant)
-    return [value for value in values if id(value) in found]
+        selected.update((id(value), value) for value in meant)
+    return [value for value in values if id(value) in selected]
 
 
 def _is_meant(value: Slot, wanted: str | type[nn.Module], source: object) -> bool:

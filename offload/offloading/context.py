@@ -133,9 +133,9 @@ class _Results(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)
         if not modes_are_on():
-            made = made_on_disk(self.destination, func, args, kwargs)
-            if made is not None:
-                return made
+            on_disk = made_on_disk(self.destination, func, args, kwargs)
+            if on_disk is not None:
+                return on_disk
         results = func(*args, **kwargs)
         return self._put_away(func, results, args, kwargs)
 

@@ -34,14 +34,14 @@ class Way:
     """A way of running a model.
 
     Attributes:
-        stays: bytes of its files that stay in memory.
-        reads: bytes read per pass.
-        sends: bytes that cross the bus to an accelerator per pass.
-        tokens: per pass.
-        pass_seconds: per pass.
-        first_seconds: for the first pass, with nothing in memory.
+        stays: how many bytes of its files stay in memory.
+        reads: how many bytes a pass reads.
+        sends: how many bytes cross the bus to an accelerator in a pass.
+        tokens: how many tokens a pass gives.
+        pass_seconds: how long a pass takes.
+        first_seconds: how long the first pass takes, with nothing in memory.
         bound: what takes longest: "reading", "sending" or "computing".
-        command: in a shell.
+        command: what runs it in a shell.
     """
 
     stays: int
@@ -66,16 +66,16 @@ class Plan:
     Attributes:
         model: what it holds.
         budget: what may stay in memory: of weights, if it was set, else with keys and values.
-        disk_rate: of reading.
-        computing: of the device.
-        tokens: of a batch, whose keys and values are kept.
+        disk_rate: how fast the disk is read.
+        computing: how fast the device computes.
+        tokens: how many tokens a batch has, whose keys and values are kept.
         context_bytes: what those take.
         runs: whether there is memory for keys and values.
         device_memory: what is free on the accelerator that computes; None on the CPU.
         fits: whether all of the model stays in memory, that of the accelerator if there is one, in the form that it is
             stored in.
-        as_it_is: one pass per token, of the model as it is stored.
-        together: with 16 requests in flight, if that is quicker.
+        as_it_is: the way of one pass per token, with the model as it is stored.
+        together: the way with 16 requests in flight, if that is quicker.
     """
 
     model: ModelSizes
@@ -246,7 +246,7 @@ class Estimate:
     """Estimates the time of passes on a machine.
 
     Attributes:
-        on_device: bytes of weights that stay on an accelerator; None on the CPU.
+        on_device: how many bytes of weights stay on an accelerator; None on the CPU.
     """
 
     sizes: ModelSizes

@@ -198,14 +198,14 @@ def disk_rate_at(file: Path | None) -> float:
 
 
 def _installed() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
+            versions[package] = version(package)
     for package, newest in (("torch", TESTED_TORCH[-1]), ("transformers", TESTED_TRANSFORMERS[-1])):
-        if _minor(found.get(package, "0.0")) > _minor(newest):
-            found[package] += f", newer than what was tested ({newest})"
-    return found
+        if _minor(versions.get(package, "0.0")) > _minor(newest):
+            versions[package] += f", newer than what was tested ({newest})"
+    return versions
 
 
 def _minor(release: str) -> list[int]:

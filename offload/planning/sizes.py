@@ -107,8 +107,8 @@ def sizes_of(name_or_path: PathLike, *, trust_remote_code: bool = False, **hub_o
         largest = max(files, key=files.__getitem__, default=None)
         return sizes_from(name, place, entries, largest, trust_remote_code=trust_remote_code)
     folder, headers = headers_of(name, **hub_options)
-    found = {key: StoredTensor(*place) for key, place in headers.items()}
-    return sizes_from(name, folder, found, trust_remote_code=trust_remote_code)
+    stored = {key: StoredTensor(*place) for key, place in headers.items()}
+    return sizes_from(name, folder, stored, trust_remote_code=trust_remote_code)
 
 
 def _dtype_of(value: Value) -> str:
@@ -171,8 +171,8 @@ def _first(config: object, names: tuple[str, ...], otherwise: int) -> int:
 def _tables(model: nn.Module) -> set[str]:
     """The embeddings, except one that is also the output layer."""
     head = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
-    found = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    return {key for key in found if head is None or model.get_parameter(key) is not head}
+    keys = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return {key for key in keys if head is None or model.get_parameter(key) is not head}
 
 
 def _form(config: Any, entries: Mapping[str, StoredTensor]) -> str:

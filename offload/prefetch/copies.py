@@ -51,7 +51,7 @@ class Copy(Value):
     Attributes:
         sent: its bytes, if they stay there.
         ahead: its bytes, if they were sent with others and are not used yet.
-        bundle: that begins with it.
+        bundle: the bundle that begins with it.
         following: what streamed after it.
     """
 
@@ -77,8 +77,8 @@ class Copy(Value):
         staging = staging_for(self._device)
         if not (self.kept or self.is_picked or staging is None or self.nbytes > staging.slot_bytes):
             try:
-                if (found := self._sent_in_a_bundle(staging)) is not None:
-                    return found
+                if (bundled := self._sent_in_a_bundle(staging)) is not None:
+                    return bundled
             except (torch.OutOfMemoryError, ReadError) as error:  # alone it may have room, and be readable
                 with lock():
                     for pool in _pools_on(self._device) if isinstance(error, torch.OutOfMemoryError) else ():
@@ -118,10 +118,10 @@ class Copy(Value):
         if bundle is None or not bundle.is_of(members):
             bundle = Bundle(members)
             self.bundle = bundle if self.following is not None else None  # else its order is not known yet
-        found = bundle.send(members, staging, may_pin=self._main.pool.fits)
-        if found is None:
+        sent_now = bundle.send(members, staging, may_pin=self._main.pool.fits)
+        if sent_now is None:
             return None
-        others = list(zip(members[1:], found[1:], strict=True))
+        others = list(zip(members[1:], sent_now[1:], strict=True))
         for one, sent in others:
             one.ahead = sent
         bundles = _RECENT.__dict__.setdefault("bundles", deque())
@@ -129,7 +129,7 @@ class Copy(Value):
         for member, its in bundles.popleft() if len(bundles) > _AHEAD else ():
             if (old := member()) is not None and old.ahead is its():  # in vain
                 old.ahead = None
-        return found[0]
+        return sent_now[0]
 
     def _streaming(self, most: int) -> Iterator[Copy]:
         """It, and those that are expected after it and do not stay either, up to so many bytes, or the next bundle."""
@@ -187,9 +187,9 @@ class Bundle:
             return None
         if self._is_known and may_pin:
             pinned = staging.pinned(self._begins[-1])
-        found = staging.send_many(pinned, stored, spans)
+        sent = staging.send_many(pinned, stored, spans)
         self._pinned, self._is_known = pinned, True  # once it is filled: another thread may send it
-        return found
+        return sent
 
 
 def _padded(nbytes: int) -> int:
@@ -227,18 +227,18 @@ def copy_on(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tu
 
 def streams_to(device: torch.device, views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
     """Whether several views were sent to a device before, and will not stay there; then they count as used."""
-    found: list[Copy] = []
+    copies: list[Copy] = []
     for handle, view_spec in views:
         main = range_of(handle, view_spec)
         copy = page_state_of(handle).copies.get((device, main.start, main.nbytes)) if main is not UNTRACKED else None
         if type(copy) is Copy:
-            found.append(copy)
+            copies.append(copy)
         elif main is not UNTRACKED:
             return False
     with lock():
-        if not found or any(one.kept or (one.is_picked and one.pool.would_admit(one)) for one in found):
+        if not copies or any(one.kept or (one.is_picked and one.pool.would_admit(one)) for one in copies):
             return False
-        for copy in found:
+        for copy in copies:
             if copy.is_picked:
                 copy.pool.picked.count(copy)
         return True
@@ -283,12 +283,12 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
 
 def pool_on(device: torch.device, pool: Pool | None = None) -> OnDevice:
     """The budget of a device for the values of a pool: unless it has one of its own, the one that all share."""
-    found = (pool or POOL).on_devices.get(device) or POOL.on_devices.get(device)
-    if found is None:
+    on_device = (pool or POOL).on_devices.get(device) or POOL.on_devices.get(device)
+    if on_device is None:
         with lock():
-            found = POOL.on_devices.setdefault(device, OnDevice(None, device))
-    assert isinstance(found, OnDevice)
-    return found
+            on_device = POOL.on_devices.setdefault(device, OnDevice(None, device))
+    assert isinstance(on_device, OnDevice)
+    return on_device
 
 
 def retry_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
@@ -308,7 +308,7 @@ def retry_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
 
 
 def _pools_on(device: torch.device) -> set[OnDevice]:
-    return {found for pool in Pool.all() if isinstance(found := pool.on_devices.get(device), OnDevice)}
+    return {on_device for pool in Pool.all() if isinstance(on_device := pool.on_devices.get(device), OnDevice)}
 
 
 def _keep_less(device: torch.device) -> int:

@@ -150,13 +150,13 @@ def _read_into(memory: memoryview, fd: int, first: int) -> int:
 
 def can_be_read(file: TensorFile) -> bool:
     """Whether its file system reads past its cache."""
-    found = _CAN_BE_READ.get(file)
-    if found is None:
-        found = False
+    answer = _CAN_BE_READ.get(file)
+    if answer is None:
+        answer = False
         with suppress(OSError, OffloadError), file.descriptor(_FLAGS) as opened, closing(mmap.mmap(-1, _BLOCK)) as page:
-            found = os.preadv(opened.fileno(), [page], 0) > 0
-        _CAN_BE_READ[file] = found
-    return found
+            answer = os.preadv(opened.fileno(), [page], 0) > 0
+        _CAN_BE_READ[file] = answer
+    return answer
 
 
 _CAN_BE_READ: weakref.WeakKeyDictionary[TensorFile, bool] = weakref.WeakKeyDictionary()

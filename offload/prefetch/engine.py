@@ -56,36 +56,36 @@ def ensure_resident(handle: Handle, view_spec: torch.Tensor) -> Value:
     """
     if sys.is_finalizing():  # the reader may have stopped anywhere
         return UNTRACKED
-    found = _range_of(handle, view_spec)
-    if found is None:
+    value = _range_of(handle, view_spec)
+    if value is None:
         return _ensure_pieces(handle, view_spec)
-    if found is UNTRACKED:
+    if value is UNTRACKED:
         return _glance(handle, view_spec)
-    if found.is_picked:
-        found.pool.picked.count(found)
-    if found.checked_until < clock.now():
-        _ENGINE.arrive(found)
-    return found
+    if value.is_picked:
+        value.pool.picked.count(value)
+    if value.checked_until < clock.now():
+        _ENGINE.arrive(value)
+    return value
 
 
 def compute_once(
     key: Hashable, compute: Callable[[], torch.Tensor], views: Callable[[], Iterable[tuple[Handle, torch.Tensor]]]
 ) -> torch.Tensor:
     """What `compute` makes of some views. If other threads are about to need the same, it is computed once for all."""
-    lease, found = _ENGINE.streams.lease(), kept_result(key)
-    if found is not None:
-        return found
+    lease, result = _ENGINE.streams.lease(), kept_result(key)
+    if result is not None:
+        return result
     if lease is None or not lease.keeps_results:
         return compute()
-    found = lease.compute(compute)
+    result = lease.compute(compute)
     read = list(views())
     sources = [
         one for one in (_range_of(handle, view_spec) for handle, view_spec in read) if one not in (None, UNTRACKED)
     ]
     if read:
         with lock():
-            lease.keep(key, found, page_state_of(read[0][0]).pool or POOL, sources)
-    return found
+            lease.keep(key, result, page_state_of(read[0][0]).pool or POOL, sources)
+    return result
 
 
 def kept_result(key: Hashable) -> torch.Tensor | None:
@@ -99,13 +99,13 @@ def touch_if_resident(views: Views) -> bool:
 
     Raises: as `ensure_resident`.
     """
-    now, found = clock.now(), []
+    now, tracked = clock.now(), []
     for handle, view_spec in views:
         value = _range_of(handle, view_spec)
         if value is None or (value.checked_until < now and (value.is_ahead or not value.is_cached())):
             return False
-        found.append(value)
-    for (handle, view_spec), value in zip(views, found, strict=True):
+        tracked.append(value)
+    for (handle, view_spec), value in zip(views, tracked, strict=True):
         if value.checked_until < now or value is UNTRACKED:
             ensure_resident(handle, view_spec)
         elif value.is_picked:
@@ -167,11 +167,11 @@ def prefetch(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
     """Start reading what several views need, before waiting for the first, as far as the window allows."""
     now, values = clock.now(), []
     for handle, view_spec in views:
-        found = _range_of(handle, view_spec)
-        if found is UNTRACKED:
+        value = _range_of(handle, view_spec)
+        if value is UNTRACKED:
             _announce(handle, view_spec)
-        elif found is not None and found.checked_until < now:
-            values.append(found)
+        elif value is not None and value.checked_until < now:
+            values.append(value)
     if len(values) > 1:
         with lock():
             _ENGINE.streams.own().bring_soon(values)
@@ -255,11 +255,11 @@ def _ensure_pieces(handle: Handle, view_spec: torch.Tensor) -> Value:
     """The pieces of a scattered view, now in memory; returns the one that expires first."""
     piece, others = _piece_of(view_spec)
     first = handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
-    found = [track(handle, start, piece) for start in _starts(first, others)]
-    for one in found:
+    tracked = [track(handle, start, piece) for start in _starts(first, others)]
+    for one in tracked:
         if one.checked_until < clock.now():
             _ENGINE.arrive(one)
-    return min(found, key=lambda one: one.checked_until)
+    return min(tracked, key=lambda one: one.checked_until)
 
 
 class Engine:
@@ -294,14 +294,14 @@ class Engine:
                 stream.move_to(value)
         for left in leaving:
             left.let_go()
-        found = not expected and value.is_cached()
+        was_cached = not expected and value.is_cached()
         if not expected:
             with lock:
-                if not found and value.kept and value.checked_until > 0 and value.may_ask:
+                if not was_cached and value.kept and value.checked_until > 0 and value.may_ask:
                     value.pool.doubt()  # it should be here: something else needed the memory
-                if not (found and (value.kept or value.is_held)):
+                if not (was_cached and (value.kept or value.is_held)):
                     stream.move_to(value)
-        if not self.reader.brings(value, found=found):
+        if not self.reader.brings(value, was_cached=was_cached):
             self._make_sure(value)
         if value.kept or value.is_held:
             lasts = value.is_held or (value.nbytes <= SMALL and (value.is_picked or not value.is_apart))

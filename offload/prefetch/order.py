@@ -267,7 +267,7 @@ class Lease:
 
     Attributes:
         keeps_results: whether what the first thread computes from values is kept for the others, too.
-        results: that are kept.
+        results: what is kept of these.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -317,13 +317,13 @@ class Lease:
         with dropping_after(self._streams.reader.lock) as leaving:
             self.results = {}
             held, self._held = self._held, {}
-            made, self._made = self._made, {}
+            results, self._made = self._made, {}
             sizes, self._bytes = self._bytes, {}
             for value in held:
                 self._release(value)
             for pool, size in sizes.items():
                 if size > pool.at_a_time:
-                    leaving.extend(self._take_part(pool, held, made.get(pool, 0)))
+                    leaving.extend(self._take_part(pool, held, results.get(pool, 0)))
 
     def end(self) -> None:
         self._has_ended = True
@@ -373,7 +373,7 @@ class Lease:
         if not value.kept and value not in self._stream.ahead:
             self._streams.reader.drop(value)
 
-    def _take_part(self, pool: Pool, held: Iterable[Value] = (), made: int = 0) -> list[Value]:
+    def _take_part(self, pool: Pool, held: Iterable[Value] = (), results: int = 0) -> list[Value]:
         """Reserve memory in a budget for the blocks, and for what was held beside them and the bytes of results.
 
         Returns what has to be dropped.
@@ -383,7 +383,7 @@ class Lease:
             users = self._users[pool] = Users(self._tracked)
             pool.users.append(users)
         others = {value for value in held if value.pool is pool}.difference(*users.blocks())
-        users.others = max(users.others, made + sum(value.nbytes for value in others))
+        users.others = max(users.others, results + sum(value.nbytes for value in others))
         return pool.reconsider(anew=True)
 
     def _tracked(self) -> list[list[Value]]:

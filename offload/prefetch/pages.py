@@ -53,8 +53,8 @@ class Range:
     """Bytes of a mapped file that are read together. Keeps neither the file nor its mapping alive.
 
     Attributes:
-        start: the first one in the file.
-        nbytes: their number.
+        start: where the first one is in the file.
+        nbytes: how many there are.
         checked_until: until when (`clock.now`) they are assumed to be in memory without checking; 0 if that is open.
         is_part: whether the rest of the value may stay unread: nothing around them is read along.
     """
@@ -212,14 +212,14 @@ class Range:
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
     """The same bytes as ranges that neither overlap nor touch."""
-    found: list[Range] = []
+    merged: list[Range] = []
     for one in sorted(ranges, key=lambda one: (id(one._file), one.start)):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is None or last._file is not one._file or one.start > last.start + last.nbytes:
-            found.append(one)
+            merged.append(one)
         elif one.start + one.nbytes > last.start + last.nbytes:
-            found[-1] = last.through(one)
-    return found
+            merged[-1] = last.through(one)
+    return merged
 
 
 def are_cached(address: int, nbytes: int) -> bool:
@@ -358,8 +358,8 @@ def host_takes_free_pages(order: Path = _REPORTED_ORDER) -> bool:
 
 def _kernel() -> tuple[int, ...]:
     """The major and minor number of the kernel's release."""
-    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    return tuple(map(int, found.groups())) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return tuple(map(int, match.groups())) if match else (0, 0)
 
 
 _ONE_PAGE = ctypes.c_ubyte * 1

@@ -35,7 +35,7 @@ class Picked(Generic[V]):
     """The values that stay. Not thread-safe except for `count`.
 
     Attributes:
-        worth: the weight of a use: it grows, instead of all earlier counts shrinking.
+        worth: the weight of a use, which grows, instead of all earlier counts shrinking.
     """
 
     def __init__(self) -> None:

@@ -146,12 +146,12 @@ class Value(Range, Staged):
 
     def follower(self, before: Value | None) -> Value | None:
         """What is expected after `before` and then this value; None if that is open."""
-        found = self._followers.get(id(before))
-        if found is None and not self._branches:
+        entry = self._followers.get(id(before))
+        if entry is None and not self._branches:
             if self.seeded is not None:
                 return self.seeded()
-            found = next(reversed(self._followers.values()), None)
-        return found[0]() if found is not None and found[1] else None
+            entry = next(reversed(self._followers.values()), None)
+        return entry[0]() if entry is not None and entry[1] else None
 
     @property
     def has_stayed(self) -> bool:
@@ -183,7 +183,7 @@ class Users:
 
     Attributes:
         blocks: the tracked values of each block.
-        others: most bytes that were in memory with a block, beside its values: of larger results, and of other values.
+        others: the most bytes of larger results, and of other values, that were in memory with a block.
     """
 
     blocks: Callable[[], Iterable[list[Value]]]
@@ -194,13 +194,13 @@ class Pool:
     """Values under one budget. Not thread-safe: the caller holds the lock.
 
     Attributes:
-        max_memory: bytes that may stay resident; None for as much as the machine has.
-        fixed_window: bytes that may be read ahead, as set by the user, 0 for none; None for the automatic window.
-        rate: recent disk rate in bytes per second; 0 until known.
-        users: those that work block by block.
-        at_a_time: most bytes that stream of any block, per group of users, as far as is known.
+        max_memory: how many bytes may stay resident; None for as much as the machine has.
+        fixed_window: how many bytes may be read ahead, as set by the user, 0 for none; None for the automatic window.
+        rate: the recent disk rate in bytes per second; 0 until known.
+        users: the groups of threads that work block by block.
+        at_a_time: the most bytes that stream of any block, per group of users, as far as is known.
         picked: which of the picked values stay.
-        on_devices: budgets for what stays on accelerators.
+        on_devices: the budgets for what stays on accelerators.
     """
 
     def __init__(self, max_memory: int | None = None, window: int | None = None) -> None:
@@ -412,9 +412,9 @@ class Pool:
         too_small, due = 0, _due(blocks, most)
         while most - too_small > SMALL:
             size = (too_small + most) // 2
-            found = _due(blocks, size)
-            if size_of(found) + self._reserve(size + others) <= free:
-                most, due = size, found
+            of_blocks = _due(blocks, size)
+            if size_of(of_blocks) + self._reserve(size + others) <= free:
+                most, due = size, of_blocks
             else:
                 too_small = size
         self.at_a_time = most + others

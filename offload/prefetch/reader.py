@@ -38,8 +38,8 @@ class Counts:
     """What was read since the process started.
 
     Attributes:
-        bytes_read: read from the disk, in whole pages of values larger than 64 KiB. Bytes that were in memory already,
-            as part of another view, are not counted again.
+        bytes_read: how much was read from the disk, in whole pages of values larger than 64 KiB. Bytes that were in
+            memory already, as part of another view, are not counted again.
         ahead: reads of values that were read ahead, or were on their way.
         found: reads of values that were in memory for another reason.
         missed: reads that had to wait from the start.
@@ -158,7 +158,7 @@ class Reader(Background["list[Value] | ReadOn"]):
 
     # For ops that need a value
 
-    def brings(self, value: Value, *, found: bool) -> bool:
+    def brings(self, value: Value, *, was_cached: bool) -> bool:
         """An op uses `value`: wait if the thread is reading it. Returns whether it is in memory.
 
         Args:
@@ -172,10 +172,10 @@ class Reader(Background["list[Value] | ReadOn"]):
                         self.counts.waited += clock.now() - started
                     was_ahead = value.stage is RESIDENT
                     self.counts.ahead += was_ahead
-                    self.counts.found += found and not was_ahead
+                    self.counts.found += was_cached and not was_ahead
                     if value.stage is not IN_USE:
                         value.move_to(IN_USE)
-                    return was_ahead or found
+                    return was_ahead or was_cached
                 done = self._ops.add()
             started = started or clock.now()
             done.acquire()

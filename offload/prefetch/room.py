@@ -82,7 +82,7 @@ class OnDevice(Pool):
         device: whose memory it is.
 
     Attributes:
-        contexts: of each `generate` that runs, the model, and the bytes of its keys and values.
+        contexts: for each `generate` that runs, the model, and the bytes of its keys and values.
         beside: models, and the bytes of keys and values of each, while it does not generate.
         ooms: failed allocations there that are taken into account.
     """

@@ -32,9 +32,9 @@ class _Scratch:
         with self._lock:
             most = _MOST_TIMES * max(nbytes, LEAST)
             fitting = ((flat, storage) for flat, storage in self._blocks if nbytes <= flat.numel() <= most)
-            found = min((flat for flat, storage in fitting if _is_free(storage)), key=torch.Tensor.numel, default=None)
-            if found is not None:
-                return found[:nbytes]
+            block = min((flat for flat, storage in fitting if _is_free(storage)), key=torch.Tensor.numel, default=None)
+            if block is not None:
+                return block[:nbytes]
             flat = scratch(contiguous(torch.uint8, (max(nbytes, LEAST),)))
             if nbytes <= _MOST_UNUSED:
                 self._blocks.append((flat, flat.untyped_storage()))

@@ -96,9 +96,9 @@ class Staging:
     """The path to one device.
 
     Attributes:
-        sent: bytes, in total.
+        sent: how many bytes were sent.
         copies: how many copies that were.
-        slot_bytes: of a slot.
+        slot_bytes: the size of a slot.
         wins: for kinds of products, whether they are faster where the weight lies than where it is sent to.
     """
 

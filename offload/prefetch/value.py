@@ -23,7 +23,7 @@ class PageState:
     Attributes:
         pool: its budget; None for the process's.
         ranges: tracked ranges, by start and length.
-        copies: those on accelerators, by device, start and length.
+        copies: the copies on accelerators, by device, start and length.
         checked_until: until when (`clock.now`) its rows are assumed to be in memory without checking.
     """
 

@@ -261,8 +261,8 @@ def file_of_ours(path: Path) -> TensorFile | None:
     """
     if not _is_link(path):
         with suppress(CorruptFileError, CheckpointError, UnsupportedTorchError):
-            found = TensorFile.open(path)
-            return found if found.is_ours else None
+            file = TensorFile.open(path)
+            return file if file.is_ours else None
     return None
 
 

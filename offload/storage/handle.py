@@ -48,7 +48,7 @@ class Composition(ABC):
     """A value that is computed at each read from other stored values, which must not be written to.
 
     Attributes:
-        layout: of the computed value.
+        layout: the layout of the computed value.
         subclass: how to rebuild it if it is a tensor subclass; else None.
     """
 
@@ -190,7 +190,7 @@ class Access(Enum):
 
     Attributes:
         TOGETHER: small neighbours in the file are read along.
-        APART: alone; so are others in the file.
+        APART: it is read alone, as are others in the file.
         PICKED: like `APART`, and it is one of many that are used in no fixed order, such as experts.
     """
 
@@ -380,13 +380,13 @@ class Handle:
             raise _another(file)
         if file.is_current():
             return
-        found = TensorFile.open(file.path)
-        if found is file:
+        newer = TensorFile.open(file.path)
+        if newer is file:
             return
-        if not found.is_ours:
+        if not newer.is_ours:
             raise ChangedFileError(f"{file.path} was replaced by a file that offload did not write")
         try:
-            self.set_source(Stored.of_ours(found, self.name, in_place=source.in_place))
+            self.set_source(Stored.of_ours(newer, self.name, in_place=source.in_place))
         except KeyError as error:
             raise ChangedFileError(f"{file.path} now holds another tensor: {error.args[0]}") from error
         if self.layout != source.layout:

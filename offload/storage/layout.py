@@ -29,7 +29,7 @@ class Layout:
     """Layout of one value in memory: dtype, shape, and strides in elements.
 
     Attributes:
-        nbytes: size in bytes, of a dense value.
+        nbytes: the size of a dense value in bytes.
     """
 
     dtype: torch.dtype

@@ -61,13 +61,13 @@ def encode(
         def below(child: object, step: object) -> Node:
             return node(child, (*way, str(step)), (*around, id(value)), tensor)
 
-        found = _container(value, below, lambda key: node(key, (*way, repr(key)), (), _refuse_key))
-        if found is None and named is not None:
-            found = _instance(value, below, way, named)
-        if found is None:
+        node_of_it = _container(value, below, lambda key: node(key, (*way, repr(key)), (), _refuse_key))
+        if node_of_it is None and named is not None:
+            node_of_it = _instance(value, below, way, named)
+        if node_of_it is None:
             what, out = name_of(type(value)), _way_out(value, takes_classes=named is not None)
             raise UnknownTypeError(f"{place_of(way)} is a {what}, which can't be stored as plain data: {out}")
-        return found
+        return node_of_it
 
     return node(value, (), (), tensor)
 
@@ -188,14 +188,14 @@ def _object(cls: Any, fields: dict[str, Any]) -> Any:
     elif not (issubclass(cls, tuple) and hasattr(cls, "_fields")):
         raise UnknownTypeError(f"{cls.__name__} is not a dataclass or named tuple, as it was when it was saved")
     try:
-        made = cls(**{name: child for name, child in fields.items() if name not in computed})
+        instance = cls(**{name: child for name, child in fields.items() if name not in computed})
     except Exception as error:  # a class changed since then may raise anything
         raise UnknownTypeError(
             f"a {cls.__name__} can't be made of the fields {list(fields)} that were saved: {error}"
         ) from error
     for name in computed & fields.keys():
-        object.__setattr__(made, name, fields[name])  # works on frozen ones, too
-    return made
+        object.__setattr__(instance, name, fields[name])  # works on frozen ones, too
+    return instance
 
 
 def _pairs(data: Json, value: Callable[[Node], object]) -> list[tuple[Any, Any]]:

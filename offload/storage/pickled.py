@@ -78,8 +78,8 @@ class _Unpickled:
 
     Attributes:
         content: the unpickled object, whose tensors have no data.
-        storages: theirs, by `storage_id`, with the first byte and the size of each in the file: what the records say,
-            since a tensor may enlarge a storage without data.
+        storages: their storages by `storage_id`, with the first byte and the size of each in the file: what the
+            records say, since a tensor may enlarge a storage without data.
     """
 
     content: object
@@ -103,8 +103,8 @@ def read_header(file: BinaryIO) -> Header:
         raise CheckpointError(f"is a pickle, not the zip archive that torch.save writes since PyTorch 1.6: {_CONVERT}")
     with no_functions(), no_modes():
         saved = _read_archive(file)
-        found = {key: _entry(key, tensor, saved) for key, tensor in _tensors_in(saved.content).items()}
-    return _header(found)
+        entries = {key: _entry(key, tensor, saved) for key, tensor in _tensors_in(saved.content).items()}
+    return _header(entries)
 
 
 def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
@@ -112,7 +112,7 @@ def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int
 
     `places` is as for `TensorFile.of_archives`. Raises: as `read_header`.
     """
-    found: dict[str, Entry | str] = {}
+    entries: dict[str, Entry | str] = {}
     for key, (begin, nbytes) in places.items():
         if begin + nbytes > size:
             raise CorruptFileError(
@@ -123,16 +123,16 @@ def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int
             if not isinstance(saved.content, torch.Tensor):
                 kind = type(saved.content).__name__
                 raise CheckpointError(f"holds a {kind} in place of the tensor {key!r}: {_SAVE_TENSORS}")
-            found[key] = _entry(key, saved.content, saved)
-    return _header(found)
+            entries[key] = _entry(key, saved.content, saved)
+    return _header(entries)
 
 
-def _header(found: Mapping[str, Entry | str]) -> Header:
+def _header(entries: Mapping[str, Entry | str]) -> Header:
     """Values by their entries; instead of an entry there may be a reason why it can't be read."""
     return Header(
         {},
-        {key: entry for key, entry in found.items() if not isinstance(entry, str)},
-        {key: reason for key, reason in found.items() if isinstance(reason, str)},
+        {key: entry for key, entry in entries.items() if not isinstance(entry, str)},
+        {key: reason for key, reason in entries.items() if isinstance(reason, str)},
     )
 
 
@@ -298,8 +298,8 @@ class NotedObject:
     """An object in a pickle as plain data: how it would be built, with nothing that could run.
 
     Attributes:
-        args: of the call that would build it.
-        state: that would be set on it.
+        args: the arguments of the call that would build it.
+        state: what would be set on it.
     """
 
     state: Any = None
@@ -319,12 +319,12 @@ def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
     known = {(module, name): type(name, (NotedObject,), {}) for module, names in classes.items() for name in names}
 
     def find(module: str, name: str) -> Any:
-        found = (dtype_named(name) if module == "torch" else None) or known.get((module, name))
-        if found is None:
+        allowed = (dtype_named(name) if module == "torch" else None) or known.get((module, name))
+        if allowed is None:
             raise CheckpointError(
                 f"names {short(f'{module}.{name}')}, which does not belong there, and is not opened: it could run code"
             )
-        return found
+        return allowed
 
     # The C version allocates as many objects as a pickle claims to have, and its name lookup can't be replaced.
     reader = pickle._Unpickler(io.BytesIO(data))

@@ -239,8 +239,8 @@ def sweep(folder: Path, prefix: str = TEMPORARY) -> None:
     Raises `OSError` if it can't be listed.
     """
     with os.scandir(folder) as items:
-        found = [Path(item.path) for item in items if item.name.startswith(prefix)]
-    for path in found:
+        leftovers = [Path(item.path) for item in items if item.name.startswith(prefix)]
+    for path in leftovers:
         if is_dead(path.name.removeprefix(prefix).rpartition("-")[0]):
             log.info("%s was left by a process that has ended, and is removed", path)
             remove(path)

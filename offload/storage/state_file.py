@@ -32,8 +32,8 @@ class Kind:
         stamp: the fixed fields of every file of this kind; the one number among them is the format version.
         missing: the message if there is none.
         foreign, later: the errors to raise for a file of another kind, and for one of another version.
-        most: bytes to read at most.
-        indent: for writing; None for a single line.
+        most: how many bytes are read at most.
+        indent: the indentation when it is written; None for a single line.
     """
 
     what: str
@@ -57,15 +57,15 @@ def read_state(path: Path, kind: Kind) -> dict[str, Json]:
     own errors for a foreign file or another version.
     """
     try:
-        found = parse_json(read_regular(path, kind.most))
+        state = parse_json(read_regular(path, kind.most))
     except MissingFileError as error:
         raise MissingFileError(error.errno, kind.missing or error.strerror, str(path)) from error
     except CorruptFileError:
         raise
     except (ValueError, RecursionError) as error:
         raise kind.foreign(f"{path} can't be read as {kind.what} ({short(error)})") from error
-    _check(path, kind, found, kind.stamp)
-    return dict(found)
+    _check(path, kind, state, kind.stamp)
+    return dict(state)
 
 
 def state_if_ours(path: Path, kind: Kind) -> dict[str, Json] | None:
@@ -79,9 +79,9 @@ def state_if_ours(path: Path, kind: Kind) -> dict[str, Json] | None:
         return None
 
 
-def _check(path: Path, kind: Kind, found: Json, stamp: Mapping[str, Json]) -> None:
+def _check(path: Path, kind: Kind, state: Json, stamp: Mapping[str, Json]) -> None:
     for key, known in stamp.items():
-        value = found.get(key) if isinstance(found, dict) else None
+        value = state.get(key) if isinstance(state, dict) else None
         if isinstance(known, Mapping):
             _check(path, kind, value, known)
         elif value is None or (value != known and not isinstance(known, int)):

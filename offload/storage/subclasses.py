@@ -200,8 +200,8 @@ def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tens
     """A wrapper subclass like `tensor`, with `change` applied to its inner tensors."""
     attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {attribute: change(getattr(tensor, attribute)) for attribute in attributes}
-    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
-    return made
+    changed: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return changed
 
 
 def layout_from(spec: Json) -> Layout:

@@ -129,10 +129,10 @@ class Section(io.RawIOBase):
 
 def read_all(fd: int, count: int, at: int) -> bytes:
     """`count` bytes of an open file, or those up to its end: a system may give fewer at a time. Raises `OSError`."""
-    found = os.pread(fd, count, at)
-    while len(found) < count and (more := os.pread(fd, count - len(found), at + len(found))):
-        found += more
-    return found
+    data = os.pread(fd, count, at)
+    while len(data) < count and (more := os.pread(fd, count - len(data), at + len(data))):
+        data += more
+    return data
 
 
 def read_regular(path: Path, most: int) -> bytes:

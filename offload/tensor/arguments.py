@@ -116,10 +116,10 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 
 def computing_device(device: torch.device | str | int) -> torch.device:
     """Like `checked_device`, for a device that ops should run on: also raises for one where they can't."""
-    found = checked_device(device)
-    if found.type == "meta":
+    checked = checked_device(device)
+    if checked.type == "meta":
         raise DeviceError(f"ops can't run on 'meta': use one of {_devices()}")
-    return found
+    return checked
 
 
 def _devices() -> str:
@@ -142,10 +142,10 @@ def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, 
 
 def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A floating-point dtype, given as such or by name; raises `ArgumentError` if it is not one."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
         raise ArgumentError(f"dtype {dtype!r} is not a floating-point dtype of torch: use torch.bfloat16, 'float16'...")
-    return found
+    return chosen
 
 
 def without_stop(fn: Callable[..., T], *args: object) -> T:

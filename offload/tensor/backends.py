@@ -101,9 +101,9 @@ class Chain:
         most = max(1, most // max(1, math.prod(run.row) * run.dtypes[0].itemsize))
         for low, high, taken, skipped in steps(run.first, run.count, most, run.decoder):
             given = [value if rows is None else value[slice(*rows)] for value, rows in zip(values, taken, strict=True)]
-            made = run.decoder.decode(*given)[skipped : skipped + high - low]
-            place[low:high].copy_(made if place.dtype == run.dtypes[0] else made.to(run.dtypes[0]))
-            del made  # before the next block is computed
+            block = run.decoder.decode(*given)[skipped : skipped + high - low]
+            place[low:high].copy_(block if place.dtype == run.dtypes[0] else block.to(run.dtypes[0]))
+            del block  # before the next block is computed
         if place.is_cpu:
             count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
 

@@ -21,7 +21,7 @@ class Box:
     """A contiguous part of a value's memory; dimensions are ordered from the outermost to the innermost there.
 
     Attributes:
-        start, size: in each dimension.
+        start, size: its begin and extent in each dimension.
         first: its first element in the value, in memory order.
     """
 
@@ -48,15 +48,15 @@ class Box:
         return cls(tuple(start), tuple(size), begin)
 
 
-def recut(found: torch.Tensor, first: int, spec: torch.Tensor) -> torch.Tensor:
+def recut(stored: torch.Tensor, first: int, spec: torch.Tensor) -> torch.Tensor:
     """The cut by `spec` from `found`, which is laid out like the part of the value from byte `first` on."""
-    if found.dtype == spec.dtype:
-        offset = found.storage_offset() + int(spec.storage_offset()) - first // spec.itemsize
-        value = found.as_strided(spec.shape, spec.stride(), offset)
+    if stored.dtype == spec.dtype:
+        offset = stored.storage_offset() + int(spec.storage_offset()) - first // spec.itemsize
+        value = stored.as_strided(spec.shape, spec.stride(), offset)
     else:
-        offset = (found.storage_offset() * found.itemsize - first) // spec.itemsize + int(spec.storage_offset())
-        value = torch.empty(0, dtype=spec.dtype, device=found.device)
-        value.set_(found.untyped_storage(), offset, spec.shape, spec.stride())
+        offset = (stored.storage_offset() * stored.itemsize - first) // spec.itemsize + int(spec.storage_offset())
+        value = torch.empty(0, dtype=spec.dtype, device=stored.device)
+        value.set_(stored.untyped_storage(), offset, spec.shape, spec.stride())
     return with_bits_of(value, spec) if spec.is_conj() or spec.is_neg() else value
 
 

@@ -68,11 +68,11 @@ class Decoded(Plain):
         rows = (*shape[:dim], end - begin, *self._row)
         recipe = Decoded(contiguous(self.layout.dtype, rows), self.decoder, pieces, stacked=self.stacked)
         recipe.is_exact = self.is_exact
-        made = Piece(Handle.compose(recipe, self.pieces[0].handle.name))
-        view_spec = made.view_spec.narrow(dim, start[dim] - begin, shape[dim])
+        decoded = Piece(Handle.compose(recipe, self.pieces[0].handle.name))
+        view_spec = decoded.view_spec.narrow(dim, start[dim] - begin, shape[dim])
         for column in range(dim + 1, len(shape)):
             view_spec = view_spec.narrow(column, start[column], shape[column])
-        return Piece(made.handle, view_spec)
+        return Piece(decoded.handle, view_spec)
 
     def note(self, digest: Digest) -> None:
         """As `Piece.note`."""

@@ -267,9 +267,9 @@ def _recorded(parts: Iterable[Part], result: torch.Tensor) -> DeferredTensor:
             key = metadata_of(spec), spec.untyped_storage().nbytes()
             pieces.append(Piece(piece.handle, alike.setdefault(key, spec)))
             places.append(start)
-        made = joined(layout_of(result), pieces, places, "deferred")
-        source = wrap(made.handle, made.view_spec, CPU)
-    is_new = made is not pieces[0]
+        whole = joined(layout_of(result), pieces, places, "deferred")
+        source = wrap(whole.handle, whole.view_spec, CPU)
+    is_new = whole is not pieces[0]
     return _view(Body(source, is_new, is_new), ())
 
 

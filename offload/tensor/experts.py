@@ -77,7 +77,7 @@ class Between:
     """What is computed between and after the products, of rows (rows, columns) and the expert of each (rows,).
 
     Attributes:
-        owner: of the experts: the same owner computes the same.
+        owner: whose experts they are: the same owner computes the same.
         gate: makes what `down` multiplies of the products with `up`.
         is_silu: whether that is the first half of the columns through SiLU, times the second half.
         finish: makes the results of the products with `down`; None if they are.
@@ -171,14 +171,14 @@ def _here_and_there(
             places = (numbers.view(-1) == number).nonzero().flatten()
             tokens, own = places.div(numbers.shape[1], rounding_mode="floor"), torch.full_like(places, number)
             up, down = (one[number] for one in matrices)
-            found = F.linear(between.gate(F.linear(x[tokens.to(device)], up), own).to(x.dtype), down)
-            results[places.to(device)] = (found if between.finish is None else between.finish(found, own)).float()
+            down_x = F.linear(between.gate(F.linear(x[tokens.to(device)], up), own).to(x.dtype), down)
+            results[places.to(device)] = (down_x if between.finish is None else between.finish(down_x, own)).float()
         return results.view(*numbers.shape, -1).mul_(weights.float().unsqueeze(-1)).sum(1)
 
     if not wins(stack.pieces, x, act.result, lambda: on_device(here), len(away).bit_length()):
         return None
-    begun, found = on_device(there), _done(act)
-    return None if found is None else begun.add_(sent_to(found, device)).to(x.dtype)
+    begun, down_x = on_device(there), _done(act)
+    return None if down_x is None else begun.add_(sent_to(down_x, device)).to(x.dtype)
 
 
 def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, device: torch.device) -> bool:
@@ -239,10 +239,10 @@ class _Known:
                 some = [run.values() for run in runs]
             products.append(product_with(runs, some))
             values.extend(some)
-        made = _Mapped(bases, values, *products)
+        mapped = _Mapped(bases, values, *products)
         if self._is_stored and load is None:
-            self._mapped = made
-        return made
+            self._mapped = mapped
+        return mapped
 
     def dense(self, mapped: _Mapped, number: int, dtype: torch.dtype) -> torch.Tensor:
         """The rows of a run, of those of `up` and then `down`: (rows, columns)."""
@@ -281,10 +281,10 @@ class _Stack:
     @classmethod
     def of(cls, owner: object, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> _Stack:
         """That of two tensors of `owner`, which may be known from before."""
-        found = _STACKS.get(owner)
-        if found is None or found.key != _key_of(up, down, is_turned=is_turned) or found._is_exact():
-            found = _STACKS[owner] = cls(up, down, is_turned=is_turned)
-        return found
+        stack = _STACKS.get(owner)
+        if stack is None or stack.key != _key_of(up, down, is_turned=is_turned) or stack._is_exact():
+            stack = _STACKS[owner] = cls(up, down, is_turned=is_turned)
+        return stack
 
     def _is_exact(self) -> bool:
         return any(getattr(piece.handle.composed, "is_exact", False) for piece in self.pieces)
@@ -338,7 +338,7 @@ class Act:
 
     Attributes:
         key: acts with the same one can be done together.
-        nbytes: of the results that are summed up.
+        nbytes: the size of the results that are summed up.
     """
 
     def __init__(
@@ -362,8 +362,8 @@ class Act:
         act._picks = torch.cat([one._picks for one in acts])
         act._weights = torch.cat([one._weights for one in acts])
         act._tokens_of = [count for one in acts for count in one._tokens_of]
-        found = act.result()
-        return [None] * len(acts) if found is None else [one.clone() for one in found.split(act._tokens_of)]
+        joined = act.result()
+        return [None] * len(acts) if joined is None else [one.clone() for one in joined.split(act._tokens_of)]
 
     def result(self) -> torch.Tensor | None:
         """See `multiplied_by_experts`."""
@@ -397,8 +397,8 @@ class Act:
             numbers = numbers * batches + torch.bucketize(self._tokens, ends, right=True)
         groups: list[_Group] = []
         begin = 0
-        for found, many in zip(*(one.tolist() for one in numbers.unique_consecutive(return_counts=True)), strict=True):
-            number = found // batches
+        for key, many in zip(*(one.tolist() for one in numbers.unique_consecutive(return_counts=True)), strict=True):
+            number = key // batches
             if number == self._stack.count:
                 break
             if not groups or groups[-1].number != number:
@@ -474,19 +474,19 @@ class Act:
     def _multiply_many(self, share: _Share) -> None:
         group, numbers = share.group, torch.full((share.end - share.begin,), share.group.number)
         x = self._x.index_select(0, self._tokens[share.begin : share.end])
-        found, number = x, 0
+        rows_of_acts, number = x, 0
         for runs in (group.expert.up, group.expert.down):
             parts = [group.expert.dense(group.mapped, number + n, x.dtype) for n in range(len(runs))]
-            products = [F.linear(found, part) for part in parts]
+            products = [F.linear(rows_of_acts, part) for part in parts]
             if not number and self._between.is_silu and [self._stack.columns[1]] * 2 == [len(part) for part in parts]:
-                found = F.silu(products[0], inplace=True).mul_(products[1])
+                rows_of_acts = F.silu(products[0], inplace=True).mul_(products[1])
             else:
-                found = products[0] if len(products) == 1 else torch.cat(products, dim=1)
-                found = found if number else self._between.gate(found, numbers).to(x.dtype)
+                rows_of_acts = products[0] if len(products) == 1 else torch.cat(products, dim=1)
+                rows_of_acts = rows_of_acts if number else self._between.gate(rows_of_acts, numbers).to(x.dtype)
             number += len(runs)
         if self._between.finish is not None:
-            found = self._between.finish(found, numbers)
-        self._down[share.begin : share.end] = found
+            rows_of_acts = self._between.finish(rows_of_acts, numbers)
+        self._down[share.begin : share.end] = rows_of_acts
 
     def _multiply_few(self, shares: Sequence[_Share], *, and_sum: bool) -> None:
         """The results of experts with few rows each, in one call if the kernels know what is between the products."""
@@ -506,17 +506,17 @@ class Act:
         numbers = torch.tensor([one.group.number for one in shares]).repeat_interleave(
             torch.tensor([one.end - one.begin for one in shares])
         )
-        found = torch.empty(rows, self._stack.outputs[0], dtype=torch.float32)
-        native.multiply_experts(experts, self._x, self._down, tokens=tokens, up=found)
-        found = between.gate(found, numbers).to(self._x.dtype).contiguous()
+        gated = torch.empty(rows, self._stack.outputs[0], dtype=torch.float32)
+        native.multiply_experts(experts, self._x, self._down, tokens=tokens, up=gated)
+        gated = between.gate(gated, numbers).to(self._x.dtype).contiguous()
         if between.finish is not None:
-            native.multiply_experts(experts, found, self._down)
+            native.multiply_experts(experts, gated, self._down)
             for one in shares:
                 part = self._down[one.begin : one.end]
                 part.copy_(between.finish(part, torch.full((len(part),), one.group.number)))
             experts = []
         if experts or and_sum:
-            native.multiply_experts(experts, found, self._down, total=total)
+            native.multiply_experts(experts, gated, self._down, total=total)
 
 
 def _results(rows: int, columns: int) -> torch.Tensor:

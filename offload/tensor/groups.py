@@ -77,12 +77,12 @@ def _multiply_one_by_one(
 
     def multiply(group: int, some: torch.Tensor) -> torch.Tensor:
         if is_plain:
-            found = multiplied(some, Piece(handle, view_spec[group].t()), device=device)
-            if found is not None:
-                return found
+            product = multiplied(some, Piece(handle, view_spec[group].t()), device=device)
+            if product is not None:
+                return product
         matrix = value_on(handle, view_spec[group : group + 1], device)
-        made: torch.Tensor = call(func, [some, matrix, each[group].to(rows.device), *more], options)
-        return made
+        product_of_all: torch.Tensor = call(func, [some, matrix, each[group].to(rows.device), *more], options)
+        return product_of_all
 
     with closing(_arriving(handle, view_spec, groups, may_pass=device == CPU and not is_shared())) as arriving:
         for group, load in arriving:

@@ -109,9 +109,9 @@ def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> 
             store_what_compiled_code_wrote(handle)
             return stored_on(handle, view_spec, target)
         with no_functions(), no_modes():  # it may outlive the mode in which it is first used
-            found = copy_on(handle, view_spec, target)
-            if found is not None:
-                return recut(*found, view_spec)
+            copy = copy_on(handle, view_spec, target)
+            if copy is not None:
+                return recut(*copy, view_spec)
     ensure_resident(handle, view_spec)
     return sent_to(cut(base, view_spec) if handle.subclass is None else uncut(base, view_spec, handle.name), target)
 

@@ -147,10 +147,10 @@ def embed(func: Op, args: Args, kwargs: Kwargs) -> Any:
         is_plain_on_cpu = has_file(table) and table._target == CPU and not table._handle.is_subclass
         is_here = is_plain_on_cpu and not (writes or modes_are_on() or records_graph(args, kwargs))
         if not is_here or table._handle.composed is not None:
-            found = func(*args, **kwargs)
+            rows = func(*args, **kwargs)
             if is_here:
                 bind(table)
-            return found
+            return rows
         memo = {id(table): mapped_value(table)}
         if not has_rows_here(table._handle):
             _announce_rows(table, guest_of(args[0] if args else kwargs["input"]))
@@ -288,14 +288,14 @@ def _pick_what_is_carried_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     table, place = args[0], _PICKS.get(func)
     if place is None or modes_are_on():
         return read(func, args, kwargs)
-    found = _row_numbers(func, args[place])
-    if found is None or not _is_of_rows(func, args):
+    numbers = _row_numbers(func, args[place])
+    if numbers is None or not _is_of_rows(func, args):
         return read(func, args, kwargs)
-    rows, again = torch.unique(found, return_inverse=True)
+    rows, again = torch.unique(numbers, return_inverse=True)
     if len(rows) == 0 or rows[0] < 0 or rows[-1] >= len(table) or 2 * len(rows) > len(table):
         return read(func, args, kwargs)  # also for torch's error when an index is out of range
     few = picked(Piece(handle_of(table), view_spec_of(table)), rows, table._target)
-    again = again.view(found.shape).to(table._target)
+    again = again.view(numbers.shape).to(table._target)
     given = [few, *args[1:]]
     given[place] = [again, *args[place][1:]] if func is aten.index.Tensor else again
     if func is aten.embedding.default:  # the rest is the padding index and so on, which only backward needs

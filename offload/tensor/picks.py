@@ -35,8 +35,8 @@ def picked(table: Piece, rows: torch.Tensor, device: torch.device = CPU) -> torc
         shares, row = list(_shares(table.runs(), rows)), table.view_spec.shape[1:]
         if not shares or not all(run.row == row and _is_taken(run, some, device) for run, some in shares):
             return _picked_in_parts(table, rows, device)
-        found = [_picked_of_run(run, some, device) for run, some in shares]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        parts = [_picked_of_run(run, some, device) for run, some in shares]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _shares(runs: list[RowRun], rows: torch.Tensor) -> Iterator[tuple[RowRun, torch.Tensor]]:
@@ -54,27 +54,27 @@ def _picked_in_parts(table: Piece, rows: torch.Tensor, device: torch.device) -> 
     view_spec = table.view_spec
     parts = [view_spec[begin:end] for begin, end in runs_of(rows.tolist(), len(view_spec))]
     prefetch(view for part in parts for view in table.reads(part))
-    made = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device=device)
+    values = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device=device)
     at = 0
     for part in parts:
-        made[at : at + len(part)].copy_(table.value(part, device))
+        values[at : at + len(part)].copy_(table.value(part, device))
         at += len(part)
-    return made
+    return values
 
 
 def _picked_of_run(run: RowRun, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
     if run.decoder is None:
-        found = _sent([(run.pieces[0][1], 1, rows)], device)[0]
+        values_of_rows = _sent([(run.pieces[0][1], 1, rows)], device)[0]
     elif choose("pick", device, run, run.dtypes[0]) is COMPILED:
         groups = rows // run.decoder.granule if run.decoder.granule > 1 else rows
         values = [piece.value() if per is None else _mapped(piece, per, groups) for piece, per in _arguments(run)]
-        found = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=CPU)
-        COMPILED.pick(run, values, rows, found)
+        values_of_rows = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=CPU)
+        COMPILED.pick(run, values, rows, values_of_rows)
     elif device != CPU and is_left_to_numpy(run.decoder.decode):
         return sent_to(_picked_of_run(run, rows, CPU), device)
     else:
-        found = _decoded(run, run.decoder, rows, device)
-    return run.rounded(found)
+        values_of_rows = _decoded(run, run.decoder, rows, device)
+    return run.rounded(values_of_rows)
 
 
 def _arguments(run: RowRun) -> list[tuple[Piece, int | None]]:
@@ -107,22 +107,22 @@ def _mapped(piece: Piece, per: int, numbers: torch.Tensor) -> torch.Tensor:
 
 def _decoded(run: RowRun, decoder: Decoder, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
     alone, granule, pieces = _decoder_of_single_rows(decoder), decoder.granule, _arguments(run)
-    made = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=device)
-    nbytes = made[0].nbytes * (granule if alone is None else 1)
+    result = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=device)
+    nbytes = result[0].nbytes * (granule if alone is None else 1)
     at_a_time = max(1, ON_DEVICE // max(nbytes, 1))
-    for part, place in zip(rows.split(at_a_time), made.split(at_a_time), strict=True):
+    for part, place in zip(rows.split(at_a_time), result.split(at_a_time), strict=True):
         numbers = part // granule
         if alone is None:
             granules, which = torch.unique(numbers, return_inverse=True)
-            found = decoder.decode(*_sent([(piece, per, granules) for piece, per in pieces], device))
-            place.copy_(_rows_at(found, which * granule + part % granule))
+            granules_decoded = decoder.decode(*_sent([(piece, per, granules) for piece, per in pieces], device))
+            place.copy_(_rows_at(granules_decoded, which * granule + part % granule))
         else:  # without the other rows of the granules
             takes = [
                 (piece, per, numbers) if per is None or per < granule else (piece, per // granule, part)
                 for piece, per in pieces
             ]
             place.copy_(alone(*_sent(takes, device)))
-    return made
+    return result
 
 
 def _decoder_of_single_rows(decoder: Decoder) -> Decode | None:
@@ -147,8 +147,8 @@ def _sent(takes: list[Take], device: torch.device) -> list[torch.Tensor]:
         for piece, per, numbers in takes
     ]  # all reads are started
     return [
-        _rows_of_groups(*take, device) if found is None else sent_to(_gathered(found, *take[1:]), device)
-        for take, found in zip(takes, mapped, strict=True)
+        _rows_of_groups(*take, device) if memory is None else sent_to(_gathered(memory, *take[1:]), device)
+        for take, memory in zip(takes, mapped, strict=True)
     ]
 
 

@@ -73,8 +73,8 @@ def are_multiplied_packed(model: nn.Module) -> bool:
     """Whether products with some weights of a model are computed from packed bytes."""
     if library() is None or _exact.get():
         return False
-    found = (handle_of(local).composed for local in map(local_of, model.parameters()) if type(local) is OffloadedTensor)
-    return any(one.decoder.packed is not None for composed in found for one in _decoded_in(composed))
+    weights = (local for local in map(local_of, model.parameters()) if type(local) is OffloadedTensor)
+    return any(one.decoder.packed is not None for weight in weights for one in _decoded_in(handle_of(weight).composed))
 
 
 def _decoded_in(composed: object) -> Iterator[Decoded]:
@@ -102,10 +102,10 @@ def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
         x, weight, bias = args if len(args) > 2 else (*args, None)
         with DisableTorchFunctionSubclass():
             if not (modes_are_on() or records_graph(args, kwargs)):
-                found = _product_with_rows(x, weight, bias)
-                if found is not None:
+                product = _product_with_rows(x, weight, bias)
+                if product is not None:
                     bind(weight)
-                    return found
+                    return product
     return read_directly(func, args, kwargs)
 
 
@@ -131,12 +131,12 @@ def multiply_on_guests(func: Op, args: Args, kwargs: Kwargs) -> Any:
 def multiply_matrices(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
     *added, x, weight = args
-    bias, found = added[0] if added else None, None
+    bias, product = added[0] if added else None, None
     if not kwargs and _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product_with_rows(x, weight.t(), bias) if bias is None or bias.dim() == 1 else None
-        if found is None and bias is None:
-            found = _sum_of_parts(x, weight)
-    return read(func, args, kwargs) if found is None else found
+        product = _product_with_rows(x, weight.t(), bias) if bias is None or bias.dim() == 1 else None
+        if product is None and bias is None:
+            product = _sum_of_parts(x, weight)
+    return read(func, args, kwargs) if product is None else product
 
 
 def _is_composed(weight: object) -> bool:
@@ -146,29 +146,29 @@ def _is_composed(weight: object) -> bool:
 
 def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` without the whole dense weight; None if that is needed, or may be in memory."""
-    piece, device, found = Piece(handle_of(weight), view_spec_of(weight)), weight._target, None
+    piece, device, product = Piece(handle_of(weight), view_spec_of(weight)), weight._target, None
     if device == CPU:
-        found = multiplied(x, piece, bias)
+        product = multiplied(x, piece, bias)
     elif not _exact.get():
-        found = _multiplied_here_or_there(x, piece, bias, device)
-    return _product_in_parts(x, weight, bias) if found is None else found
+        product = _multiplied_here_or_there(x, piece, bias, device)
+    return _product_in_parts(x, weight, bias) if product is None else product
 
 
 def _multiplied_here_or_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.device) -> torch.Tensor | None:
     def here() -> torch.Tensor | None:
-        found = multiplied(x.cpu(), weight, None if bias is None else bias.cpu())
-        return None if found is None else sent_to(found, device)
+        product = multiplied(x.cpu(), weight, None if bias is None else bias.cpu())
+        return None if product is None else sent_to(product, device)
 
     def send() -> torch.Tensor:
-        found = multiplied(x, weight, bias, device)
-        if found is not None:
-            return found
+        product = multiplied(x, weight, bias, device)
+        if product is not None:
+            return product
         dense = value_on(weight.handle, weight.view_spec, device)
         return F.linear(x, dense, None if bias is None else guest_of(bias))
 
     is_away = crosses(x, device) and streams_to(device, weight.reads(weight.view_spec))
-    found = here() if is_away and wins([weight], x, here, send) else None
-    return multiplied(x, weight, bias, device) if found is None else found
+    product = here() if is_away and wins([weight], x, here, send) else None
+    return multiplied(x, weight, bias, device) if product is None else product
 
 
 def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, device: torch.device = CPU) -> torch.Tensor | None:
@@ -245,9 +245,9 @@ def _product_in_parts(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> to
         bias = None if bias is None else guest_of(bias)
         out: torch.Tensor | None = None
         for part, rows in _parts(weight, step):
-            found = F.linear(x, rows, None if bias is None else bias[part])
-            out = found.new_empty(*found.shape[:-1], len(weight)) if out is None else out
-            out[..., part] = found
+            product = F.linear(x, rows, None if bias is None else bias[part])
+            out = product.new_empty(*product.shape[:-1], len(weight)) if out is None else out
+            out[..., part] = product
         return out
 
 
@@ -260,8 +260,8 @@ def _sum_of_parts(x: torch.Tensor, weight: OffloadedTensor) -> torch.Tensor | No
     with no_functions(), no_modes():
         out: torch.Tensor | None = None
         for part, rows in _parts(weight, step):
-            found = x[:, part].to(wide) @ rows.to(wide)
-            out = found if out is None else out.add_(found)
+            product = x[:, part].to(wide) @ rows.to(wide)
+            out = product if out is None else out.add_(product)
         return None if out is None else out.to(x.dtype)
 
 

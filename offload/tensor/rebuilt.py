@@ -64,9 +64,9 @@ class Rebuilt(Recipe):
         bases = [piece.handle.base() for piece in self.pieces]
         for piece in self.pieces:
             ensure_resident(piece.handle, piece.view_spec)
-        made = self._made
-        if made is None or any(now is not before for now, before in zip(bases, made[0], strict=True)):
+        noted = self._made
+        if noted is None or any(now is not before for now, before in zip(bases, noted[0], strict=True)):
             with no_functions(), no_modes(), naming(self._name, self.file.path):
                 values = dict(zip(self._keys, bases, strict=True))
-                self._made = made = bases, unflatten(values, self.subclass or {}, self._name)
-        return made[1] if view_spec is None else uncut(made[1], view_spec, self._name)
+                self._made = noted = bases, unflatten(values, self.subclass or {}, self._name)
+        return noted[1] if view_spec is None else uncut(noted[1], view_spec, self._name)

@@ -85,8 +85,8 @@ class Piece:
             return self
         start, whole = start_in(layout, view_spec), rows_in(layout, view_spec)
         if start is None and whole is not None:
-            found = Piece(handle, meta_of(handle).narrow(0, *whole)).alone()
-            return Piece(found.handle, found.view_spec.view(view_spec.shape))
+            piece = Piece(handle, meta_of(handle).narrow(0, *whole)).alone()
+            return Piece(piece.handle, piece.view_spec.view(view_spec.shape))
         if start is None:
             return self
         if isinstance(composed := handle.composed, Recipe):
@@ -134,17 +134,17 @@ def _put(place: torch.Tensor, value: torch.Tensor) -> None:
         place.copy_(value)
         return
     rows = max(1, _CAST * len(place) // place.nbytes)
-    for part, made in zip(place.split(rows), value.split(rows), strict=True):
-        part.copy_(made)
+    for part, some in zip(place.split(rows), value.split(rows), strict=True):
+        part.copy_(some)
 
 
 class Recipe(Composition):
     """What all kinds have in common.
 
     Attributes:
-        layout: of the value.
+        layout: the layout of the value.
         subclass: see `Composition`.
-        pieces: all its sources.
+        pieces: all values that it is computed from.
     """
 
     __slots__ = ("layout", "pieces")
@@ -210,8 +210,8 @@ class Plain(Recipe, InBlocks):
         """See `Composition`."""
         small = self.small if device == CPU else None
         if small is not None:
-            found = small.view(view_spec)
-            return small.computed(self._value, self.handles(), view_spec) if found is None else found
+            view = small.view(view_spec)
+            return small.computed(self._value, self.handles(), view_spec) if view is None else view
         return self._value(view_spec, device)
 
     def _value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
@@ -258,10 +258,10 @@ class Plain(Recipe, InBlocks):
         known = self._runs.get(key)
         if known is None:
             with no_functions(), no_modes():
-                found = find()
+                runs = find()
             if len(self._runs) >= _RUNS_KNOWN:
                 self._runs.clear()
-            known = self._runs[key] = found
+            known = self._runs[key] = runs
         return known
 
     @abstractmethod
@@ -355,10 +355,10 @@ class Joined(Plain):
 
     def stands(self, view_spec: torch.Tensor, /) -> bool:
         """See `Composition`."""
-        found = self._only_one(self._inside(Box.around(self.layout, view_spec))) if view_spec.numel() else None
-        if found is None:
+        only = self._only_one(self._inside(Box.around(self.layout, view_spec))) if view_spec.numel() else None
+        if only is None:
             return False
-        piece, view_spec = found
+        piece, view_spec = only
         return piece.handle.composed is None or piece.handle.composed.stands(view_spec)
 
     def _only_one(self, inside: list[Inside]) -> tuple[Piece, torch.Tensor] | None:
@@ -374,8 +374,8 @@ class Joined(Plain):
         return ((piece, view_spec) for piece, view_spec, _ in self._inside(box))
 
     def _in_box(self, box: Box, device: torch.device) -> torch.Tensor:
-        if device == CPU and (found := kept_result((self, box))) is not None:
-            return found
+        if device == CPU and (result := kept_result((self, box))) is not None:
+            return result
         only = self._only_one(self._inside(box))
         if only is None:
             return super()._in_box(box, device)
@@ -408,7 +408,7 @@ class Joined(Plain):
         is_of_rows = shape and view_spec.shape[-1:] == shape[-1:] and not view_spec.storage_offset() % shape[-1]
         if not is_of_rows or not lies_as(view_spec, strides):
             return []
-        found: list[RowRun] = []
+        runs_found: list[RowRun] = []
         count = 0
         for piece, begin in self.rows_of(view_spec):
             if begin != count or piece.view_spec.shape[-1] != shape[-1]:
@@ -417,9 +417,9 @@ class Joined(Plain):
                 runs = Piece(piece.handle, matrix).runs()
                 if not runs:
                     return []
-                found.extend(map(self._cast, runs))
+                runs_found.extend(map(self._cast, runs))
                 count += len(matrix)
-        return found if count * shape[-1] == view_spec.numel() else []
+        return runs_found if count * shape[-1] == view_spec.numel() else []
 
     def _cast(self, run: RowRun) -> RowRun:
         dtype = self.layout.dtype
@@ -454,14 +454,14 @@ class Joined(Plain):
                     view_spec = view_spec.narrow(dim, begin - place[dim], end - begin)
                 pieces.append(Piece(piece.handle, view_spec).alone())
                 places.append(tuple(one - first for one, first in zip(low, start, strict=True)))
-        made = joined(contiguous(self.layout.dtype, shape), pieces, places, self.pieces[0].handle.name)
-        if isinstance(made.handle.composed, Joined):
-            made.handle.composed.is_exact = self.is_exact
-        return made
+        whole = joined(contiguous(self.layout.dtype, shape), pieces, places, self.pieces[0].handle.name)
+        if isinstance(whole.handle.composed, Joined):
+            whole.handle.composed.is_exact = self.is_exact
+        return whole
 
     def _inside(self, box: Box) -> list[Inside]:
         """The cut of each piece that is in a box, and where in the box it goes."""
-        found: list[Inside] = []
+        inside: list[Inside] = []
         first, end, rows = 0, len(self.pieces), self._rows
         if rows:
             first = bisect_left(rows, rows[bisect_right(rows, box.start[0]) - 1])
@@ -477,8 +477,8 @@ class Joined(Plain):
                 if high - low < view_spec.shape[dim]:
                     view_spec = view_spec.narrow(dim, low - begin, high - low)
             else:
-                found.append((piece, view_spec, at))
-        return found
+                inside.append((piece, view_spec, at))
+        return inside
 
 
 def _put_in_places(whole: torch.Tensor, inside: Iterable[Inside]) -> None:

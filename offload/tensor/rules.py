@@ -50,10 +50,10 @@ def guests_of(args: Iterable[Any], memo: dict[int, torch.Tensor]) -> list[Any]:
     for arg in args:
         kind = type(arg)
         if kind is OffloadedTensor:
-            found = memo.get(id(arg))
-            if found is None:
-                found = memo[id(arg)] = guest(arg)
-            guests.append(found)
+            its_guest = memo.get(id(arg))
+            if its_guest is None:
+                its_guest = memo[id(arg)] = guest(arg)
+            guests.append(its_guest)
         elif isinstance(arg, (list, tuple)):
             guests.append(guests_of(arg, memo))
         else:
@@ -121,10 +121,8 @@ def read_directly(func: Op, args: Args, kwargs: Kwargs) -> Any:
 def guests_that_ask_for_grad(args: Args, kwargs: Kwargs, func: Op | None = None) -> dict[int, torch.Tensor]:
     """By id, guests that require grad as their tensors do: `matmul` and others choose a kernel by it, graph or not."""
     memo: dict[int, torch.Tensor] = {}
-    if func in _POINTWISE:
-        return memo
     for arg in (*args, *kwargs.values()) if kwargs else args:
-        if type(arg) is OffloadedTensor and arg.requires_grad and transform_on_top() is None:
+        if type(arg) is OffloadedTensor and arg.requires_grad and func not in _POINTWISE and transform_on_top() is None:
             memo[id(arg)] = guest(arg).detach().requires_grad_()
     return memo
 

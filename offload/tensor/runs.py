@@ -39,7 +39,7 @@ class Decoder:
         decode: computes some rows from the pieces' rows, as a tensor of any dtype that can be copied to the value's.
             It is pure and picklable.
         per: for each piece, its rows per granule; None if all of it is always needed.
-        granule: number of rows that have to be computed together, such as blocks that share a scale.
+        granule: how many rows have to be computed together, such as blocks that share a scale.
         is_divisible: whether some rows of a granule can be computed alone: from a proportional number of rows of
             each piece, or from all that a granule takes if a piece has fewer rows per granule than it. If a granule
             has several rows, `decode` is then a partial function with `rows`: how many share what a granule takes.
@@ -59,9 +59,9 @@ class RowRun:
 
     Attributes:
         pieces: cuts of stored or computed values, and the number of each, in the order in which they are read.
-        count: of the rows.
-        row: the shape of one.
-        dtypes: to which its numbers are rounded, one after the other.
+        count: how many rows there are.
+        row: the shape of a row.
+        dtypes: the dtypes to which its numbers are rounded, one after the other.
         decoder: what computes the rows from the pieces; None if they are those of the only one.
         first: how many rows the pieces give before the first one.
         is_whole: whether the pieces give no other rows.
@@ -130,8 +130,8 @@ class RowRun:
 
     def values(self, device: torch.device = CPU) -> list[torch.Tensor]:
         """The pieces as the decoder takes them."""
-        made = {number: piece.value(device=device) for number, piece in self.pieces}
-        return [made[number] for number in range(len(made))]
+        values = {number: piece.value(device=device) for number, piece in self.pieces}
+        return [values[number] for number in range(len(values))]
 
     def reads(self) -> Iterator[tuple[Handle, torch.Tensor]]:
         """The views of stored values that are read for it."""

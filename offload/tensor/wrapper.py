@@ -390,9 +390,9 @@ class OffloadedTensor(torch.Tensor):
             return NotImplemented  # it is for what is no tensor, such as a dimension of functorch's
         weight = args[1] if len(args) > 1 else None
         if type(weight) is OffloadedTensor and weight._bound is not None:
-            found = weight._bound.result(func, args, kwargs or {})
-            if found is not None:
-                return found
+            result = weight._bound.result(func, args, kwargs or {})
+            if result is not None:
+                return result
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
             rule = FUNCTIONS.get(INNER)
             if torch.compiler.is_compiling() and not torch.compiler.is_exporting():

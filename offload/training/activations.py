@@ -244,8 +244,8 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
         """The next one in the queue and its size, now counted as being written."""
         if not self._queue:
             return None
-        found, self._writing = self._queue.popleft()
-        return found, self._writing
+        content, self._writing = self._queue.popleft()
+        return content, self._writing
 
     def carry_out(self, work: tuple[weakref.ref[_Content], int]) -> None:
         """Write it, unless the graph is gone."""

@@ -132,8 +132,8 @@ class _Place:
     """Where the state goes, and its names.
 
     Attributes:
-        given: the model's names, by parameter.
-        names: of the optimizer's parameters.
+        given: the names in the model, by parameter.
+        names: the names of the optimizer's parameters.
     """
 
     folder: Path | None

@@ -104,7 +104,7 @@ def save_tree(tree: object, folder: str | os.PathLike[str]) -> Path:
         in_use = {path.name for tensor in named.tensors.values() for path in files_of(tensor) if path.parent == folder}
         with writing(folder):
             _sweep(folder, in_use | _file_that_stands(folder))
-            numbers = [int(found[1]) for path in folder.iterdir() if (found := _FILE.fullmatch(path.name))]
+            numbers = [int(match[1]) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))]
         file = f"tensors-{1 + max(numbers, default=0)}.safetensors" if named.tensors else None
         try:
             if file is not None:
@@ -194,12 +194,12 @@ def _is_ours(path: Path) -> bool:
 
 def _manifest(folder: Path) -> dict[str, Json]:
     path = folder / MANIFEST
-    found = read_state(path, _KIND)
-    file = found.get("file", "")
+    manifest = read_state(path, _KIND)
+    file = manifest.get("file", "")
     is_named = file is None or (isinstance(file, str) and _FILE.fullmatch(file))
-    if not is_named or "structure" not in found:
+    if not is_named or "structure" not in manifest:
         raise CorruptFileError(f"{path} names no file of tensors, or no structure: save the tree again")
-    return found
+    return manifest
 
 
 def _file_that_stands(folder: Path) -> set[str]:
@@ -270,12 +270,12 @@ def classes_among(types: Iterable[type]) -> Callable[[str], type]:
         module, _, name = word.partition(":")
         exact = [cls for cls in known if name_of(cls) == word]
         alike = [cls for cls in known if cls.__name__ == name.rpartition(".")[2]]
-        found = exact[0] if exact else alike[0] if len(alike) == 1 else registered(module, name)
-        if found is None:
+        kind = exact[0] if exact else alike[0] if len(alike) == 1 else registered(module, name)
+        if kind is None:
             raise UnknownTypeError(
                 f"the tree holds a {name} (of {module}), and no such class was given: "
                 f"pass types=[{name.rpartition('.')[2]}], or call offload.register_subclass with it"
             )
-        return found
+        return kind
 
     return class_named

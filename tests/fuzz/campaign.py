@@ -49,13 +49,7 @@ from offload.storage.pickled import _tensors_in
 from tests.conftest import contents
 from tests.fuzz import models
 from tests.fuzz.models import Files, Kind, Wrong, files_of
-from tests.fuzz.mutations import (
-    bytes_damaged,
-    json_file_damaged,
-    safetensors_damaged,
-    safetensors_made,
-    zip_damaged,
-)
+from tests.fuzz.mutations import bytes_damaged, json_file_damaged, safetensors_damaged, safetensors_made, zip_damaged
 from tests.processes import ended, forked, kill
 
 EQUAL, READ, REFUSED, FAILED = OUTCOMES = ("equal", "read", "refused", "failed")

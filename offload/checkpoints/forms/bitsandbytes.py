@@ -123,10 +123,10 @@ def _decode_4_bits(
     if scales_of_scales is not None and scale_numbers is not None and scales_block is not None:
         factors = scale_numbers.index_select(0, scales.to(torch.int32))
         factors = scaled(factors.view(1, -1), scales_of_scales.view(1, -1), 1, scales_block).add_(offset)
-    found = of_halves(weight.reshape(-1).view(torch.uint8), numbers, high_first=True)
-    rows = found.numel() // columns
-    found = scaled(found.view(1, -1), factors.view(1, -1), 1, block)
-    return found[0, : rows * columns].view(rows, columns)
+    decoded = of_halves(weight.reshape(-1).view(torch.uint8), numbers, high_first=True)
+    rows = decoded.numel() // columns
+    decoded = scaled(decoded.view(1, -1), factors.view(1, -1), 1, block)
+    return decoded[0, : rows * columns].view(rows, columns)
 
 
 def _of_8_bits(pieces: Pieces, weight: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor:

@@ -22,15 +22,7 @@ from typing import Any
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import (
-    SCALES,
-    Format,
-    Pieces,
-    decoded,
-    number_rows,
-    of_layer,
-    read_now,
-)
+from offload.checkpoints.forms.decoding import SCALES, Format, Pieces, decoded, number_rows, of_layer, read_now
 from offload.checkpoints.forms.fp8 import decode
 from offload.checkpoints.forms.numbers import E2M1, lessened, of_halves, of_words, scaled
 from offload.kernels.packed import NumberRows
@@ -56,7 +48,7 @@ class _Scheme:
         targets: names of layers, regular expressions after "re:", or classes.
         form: the format's name, or None if the pieces determine it.
         strategy: what shares a scale: "tensor", "channel", "group", "tensor_group" or "block".
-        size: of a group, or the rows and columns of a block.
+        size: the size of a group, or the rows and columns of a block.
     """
 
     targets: tuple[str, ...]
@@ -79,12 +71,12 @@ class _Scheme:
             sizes = size = int(rows), int(columns)
         elif strategy in ("group", "tensor_group"):
             sizes = (size := int(size),)
-        found = group.get("format") or form
-        found, bits = None if found in _UNNAMED else str(found), int(weights.get("num_bits", 8))
+        layout = group.get("format") or form
+        layout, bits = None if layout in _UNNAMED else str(layout), int(weights.get("num_bits", 8))
         scheme = cls(
-            tuple(map(str, group["targets"])), found, bits, strategy, size, bool(weights.get("symmetric", True))
+            tuple(map(str, group["targets"])), layout, bits, strategy, size, bool(weights.get("symmetric", True))
         )
-        is_known = strategy in _STRATEGIES and found in (_WORDS, *_HALVES, *_BYTES, None)
+        is_known = strategy in _STRATEGIES and layout in (_WORDS, *_HALVES, *_BYTES, None)
         if not is_known or min(sizes, default=1) < 1 or not 1 <= bits <= 8:
             raise ValueError(f"{scheme} is not decoded here")
         return scheme
@@ -115,10 +107,10 @@ def _scheme_of(pieces: Pieces) -> _Scheme:
     named = [*exact, *by_expression]
     if named:
         return named[0]
-    found = [scheme for scheme in schemes if any(map(str.isidentifier, scheme.targets))] or schemes
-    is_one = len({replace(scheme, targets=()) for scheme in found}) == 1
+    fitting = [scheme for scheme in schemes if any(map(str.isidentifier, scheme.targets))] or schemes
+    is_one = len({replace(scheme, targets=()) for scheme in fitting}) == 1
     pieces.check(is_one, "no group of the quantization_config describes it, or several do that differ")
-    return found[0]
+    return fitting[0]
 
 
 def _matches(name: str, target: str) -> bool:
@@ -169,9 +161,9 @@ class _Layer:
         if noted_shape is None:
             return rows, words * 32 // self.scheme.bits
         self._needs(noted_shape.shape == (2,) and not noted_shape.dtype.is_floating_point, "weight_shape")
-        found = read_now(noted_shape).tolist()
-        self._needs(found[0] == rows, f"weight_shape, {found},")
-        return found[0], found[1]
+        shape = read_now(noted_shape).tolist()
+        self._needs(shape[0] == rows, f"weight_shape, {shape},")
+        return shape[0], shape[1]
 
     def of_halves(self) -> OffloadedTensor:
         """nvfp4-pack-quantized, mxfp4-pack-quantized"""

@@ -112,8 +112,8 @@ class Pieces:
 def method_of(quantization: Settings) -> str | None:
     """The name of the method in a configuration's settings."""
     is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes, unnamed
-    found = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)
-    return None if found is None else str(getattr(found, "value", found))
+    method = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)
+    return None if method is None else str(getattr(method, "value", method))
 
 
 def decoded(
@@ -146,13 +146,13 @@ def decoded(
     )
     try:
         whole = partial(decoder.decode)  # partial functions with the same arguments don't compare equal
-        decode, found, made = _tried(whole.func, whole.args, tuple(whole.keywords.items()), given)
+        decode, actual, its_dtype = _tried(whole.func, whole.args, tuple(whole.keywords.items()), given)
     except Exception as error:  # decoders can raise anything for shapes that they don't expect
         raise unfit(name, pieces, str(error)) from error
-    if found not in ((min(granule, rows), *row), (granule, *row)):
-        raise unfit(name, pieces, f"they make rows of {list(found[1:])}, and {row} are needed")
+    if actual not in ((min(granule, rows), *row), (granule, *row)):
+        raise unfit(name, pieces, f"they make rows of {list(actual[1:])}, and {row} are needed")
     recipe = Decoded(
-        contiguous(dtype or made, tuple(shape)),
+        contiguous(dtype or its_dtype, tuple(shape)),
         replace(decoder, decode=decode),
         [Piece(handle_of(piece), view_spec) for piece, view_spec in zip(pieces, view_specs, strict=True)],
         stacked=stacked,
@@ -170,8 +170,8 @@ def _tried(
     """The call, and the shape and dtype of its result for one granule; cached, one trial for all weights of a kind."""
     decode = partial(function, *first, **dict(named)) if first or named else function
     with no_functions(), no_modes():
-        made = decode(*(torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given))
-        return decode, tuple(made.shape), made.dtype
+        value = decode(*(torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given))
+        return decode, tuple(value.shape), value.dtype
 
 
 def number_rows(

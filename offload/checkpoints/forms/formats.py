@@ -95,9 +95,9 @@ def _dense(tensors: Tensors, form: Format, settings: object) -> dict[str, Offloa
     packed = set()
     for weight, names in stored.items():
         by_role = {role: tensors[name] for role, name in names.items()}
-        found = form.weight(Pieces(weight, by_role, form.ends, settings))
-        if found is not None:
-            dense[weight] = found
+        value = form.weight(Pieces(weight, by_role, form.ends, settings))
+        if value is not None:
+            dense[weight] = value
             packed.add(weight)
         else:
             dense.update({name: tensors[name] for role, name in names.items() if role == "" or "" not in names})
@@ -256,7 +256,7 @@ class Packed:
     def of(cls, model: nn.Module, quantization: Settings, beside: Mapping[str, torch.Tensor]) -> Packed:
         """From a model that has just been loaded."""
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        pieces = {name: frozenset(found) for name, tensor in named if (found := _pieces_of(tensor))}
+        pieces = {name: frozenset(by_name) for name, tensor in named if (by_name := _pieces_of(tensor))}
         return cls(quantization, pieces, beside)
 
     def split(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -266,10 +266,10 @@ class Packed:
         """
         stored = dict(self.beside)
         for name, names in self.pieces.items():
-            found = _pieces_of(state[name]) if name in state else {}
-            if found.keys() != names:
+            by_name = _pieces_of(state[name]) if name in state else {}
+            if by_name.keys() != names:
                 return {}, dict(state)
-            stored |= {piece: wrap_handle(handle, CPU) for piece, handle in found.items()}
+            stored |= {piece: wrap_handle(handle, CPU) for piece, handle in by_name.items()}
         others = {name: tensor for name, tensor in state.items() if name not in self.pieces}
         return (stored, others) if stored.keys().isdisjoint(others) else ({}, dict(state))
 

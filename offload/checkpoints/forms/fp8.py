@@ -67,20 +67,20 @@ def _block(
     is_single = scales.dim() < 2 or scales.numel() == 1
     grid = [1, 1] if is_single else list(scales.shape[-2:])
     if block_size is None:
-        found = [-(-side // max(count, 1)) for side, count in zip(sides, grid, strict=False)]
-        fits = all(block * count == side for block, count, side in zip(found, grid, sides, strict=False))
+        size = [-(-side // max(count, 1)) for side, count in zip(sides, grid, strict=False)]
+        fits = all(block * count == side for block, count, side in zip(size, grid, sides, strict=False))
         why = "the configuration has no weight_block_size, and they do not divide it evenly, so they do not cover it"
     else:
-        found = list(block_size) if isinstance(block_size, list | tuple) else []
-        is_size = len(found) == 2 and all(type(block) is int and block > 0 for block in found)
+        size = list(block_size) if isinstance(block_size, list | tuple) else []
+        is_size = len(size) == 2 and all(type(block) is int and block > 0 for block in size)
         fits = is_size and all(
-            -(-side // block) == count for side, block, count in zip(sides, found, grid, strict=False)
+            -(-side // block) == count for side, block, count in zip(sides, size, grid, strict=False)
         )
         fits = fits and (scales.numel() == math.prod(shape[:-2]) or not is_single)  # each expert has its own
         why = f"in blocks of {block_size}, they do not cover it"
     is_grid = is_single or scales.dim() == weight.dim() >= 2
     pieces.check(bool(fits and sides and is_grid), why)
-    return found[0], found[-1]
+    return size[0], size[-1]
 
 
 def decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:

@@ -144,8 +144,8 @@ def _check_factors(config: Config, base: float, factors: torch.Tensor) -> None:
     from offload.transformers_api import ROPE_INIT_FUNCTIONS
 
     usual = base ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
-    made = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
-    if made.shape != usual.shape or not torch.allclose(usual / factors, made.double(), rtol=1e-3, atol=0):
+    llama3 = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+    if llama3.shape != usual.shape or not torch.allclose(usual / factors, llama3.double(), rtol=1e-3, atol=0):
         raise ValueError("other factors than those of Llama 3")
 
 
@@ -220,20 +220,20 @@ def _by_processors(
     if kind.__name__ not in _KNOWN:
         raise CheckpointError(f"{source.path}: transformers' {kind.__name__} is not supported here")
     names = get_gguf_hf_weights_map(_Outline(empty), kind(config=dict(settings)))
-    found: Dense = {}
+    dense: Dense = {}
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         experts = _EXPERTS.fullmatch(name) if kind.__name__ in _WITH_EXPERTS else None
         if experts is not None and experts["part"] != "down":
             halves.setdefault(names[experts["stem"]], {})[experts["part"]] = deferred(tensor)
         elif experts is not None:
-            found[names[experts["stem"]]] = tensor
+            dense[names[experts["stem"]]] = tensor
         elif name in names:
             changed = _processed(tensor, name, kind.__name__, settings)
-            found[names[name]] = (deferred(changed) if is_offloaded(changed) else changed).to(dtype)
+            dense[names[name]] = (deferred(changed) if is_offloaded(changed) else changed).to(dtype)
     for name, parts in halves.items():
-        found[name] = torch.cat([parts["gate"], parts["up"]], 1)
-    return found
+        dense[name] = torch.cat([parts["gate"], parts["up"]], 1)
+    return dense
 
 
 class _Outline:
@@ -284,10 +284,10 @@ def _unpaired_heads(tensor: OffloadedTensor, name: str, settings: Settings) -> O
     if left or height % 2:
         raise ValueError(f"{name!r} has {len(tensor)} rows, which do not fit {count} heads")
     handle = handle_of(tensor)
-    made, packed = handle.composed, None
+    old, packed = handle.composed, None
     change, pieces = partial(_unpaired, rows=height), [Piece(handle, view_spec_of(tensor))]
-    if isinstance(made, Decoded):  # packed rows change places before they are decoded
-        change, pieces, packed = partial(change, decode=made.decoder.decode), [*made.pieces], made.decoder.packed
+    if isinstance(old, Decoded):  # packed rows change places before they are decoded
+        change, pieces, packed = partial(change, decode=old.decoder.decode), [*old.pieces], old.decoder.packed
         packed = replace(packed, heads=height) if isinstance(packed, GgufRows) else None
     layout = contiguous(tensor.dtype, tuple(tensor.shape))
     recipe = Decoded(layout, Decoder(change, (height,), height, packed=packed), pieces)
@@ -316,20 +316,20 @@ def _by_conversions(
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    found: Dense = {}
+    dense: Dense = {}
     collected: dict[str, Any] = {}
     for name in sorted(tensors, key=dot_natural_key):
         kind = source[name].file.header.kinds.get(source[name].key)
         tensor = deferred(_in_dtype(tensors[name], kind, dtype))
         renamed, pattern = rename_source_key(name, renamings, converters)
         if pattern is None:
-            found[renamed] = tensor
+            dense[renamed] = tensor
         else:
             converter = collected.setdefault(renamed, copy.deepcopy(by_pattern[pattern]))
             converter.add_tensor(renamed, name, pattern, tensor)
     for name, converter in collected.items():
-        found.update(converter.convert(name, model=empty, config=empty.config))
-    return found
+        dense.update(converter.convert(name, model=empty, config=empty.config))
+    return dense
 
 
 def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> OffloadedTensor:
@@ -337,13 +337,13 @@ def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> 
     from offload.transformers_api import GGML_NAME
 
     number = next((number for number, name in GGML_NAME.items() if name == kind), None)
-    made = handle_of(tensor).composed
-    if number is None or dtype == torch.float32 or not isinstance(made, Decoded):
+    old = handle_of(tensor).composed
+    if number is None or dtype == torch.float32 or not isinstance(old, Decoded):
         return tensor
-    layout = contiguous(dtype, made.layout.shape)
-    packed = made.decoder.packed
+    layout = contiguous(dtype, old.layout.shape)
+    packed = old.decoder.packed
     packed = replace(packed, is_rounded=True) if isinstance(packed, GgufRows) else None
-    recipe = Decoded(layout, Decoder(partial(_decode_in, number=number, dtype=dtype), (1,), packed=packed), made.pieces)
+    recipe = Decoded(layout, Decoder(partial(_decode_in, number=number, dtype=dtype), (1,), packed=packed), old.pieces)
     handle = Handle.compose(recipe, handle_of(tensor).name, handle_of(tensor).folder)
     dense: OffloadedTensor = wrap_handle(handle, CPU).view(tensor.shape)  # type: ignore[assignment]
     return dense

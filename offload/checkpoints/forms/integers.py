@@ -139,12 +139,12 @@ def for_modules(tensors: Tensors, quantization: Settings, dtype: torch.dtype) ->
     is_unpacked = (
         quantization.get("linear_class") == "autobitlinear" and quantization.get("quantization_mode") == "offline"
     )
-    found: dict[str, torch.Tensor] = dict(tensors)
+    values: dict[str, torch.Tensor] = dict(tensors)
     for name, packed in tensors.items():
         if is_unpacked and packed.dtype == torch.uint8 and packed.dim() == 2 and name.endswith(".weight"):
             quarters = [_quarter(name, packed, quarter, dtype) for quarter in range(len(QUARTERS))]
-            found[name] = torch.cat([deferred(quarter) for quarter in quarters])
-    return found
+            values[name] = torch.cat([deferred(quarter) for quarter in quarters])
+    return values
 
 
 def _quarter(name: str, packed: OffloadedTensor, quarter: int, dtype: torch.dtype) -> OffloadedTensor:

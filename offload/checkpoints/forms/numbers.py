@@ -35,8 +35,8 @@ def of_halves(packed: torch.Tensor, numbers: tuple[float, ...], *, high_first: b
     flat = _bytes(packed).to(torch.int64)
     rows = math.gcd(flat.numel(), _ROWS)  # torch (2.13) uses all cores for a matrix, but one for a list
     pairs = _pairs_of_halves(numbers, high_first, flat.device).expand(rows, -1)
-    found = pairs.gather(1, flat.view(rows, flat.numel() // rows))
-    return found.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    decoded = pairs.gather(1, flat.view(rows, flat.numel() // rows))
+    return decoded.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 @lru_cache(maxsize=16)
@@ -68,10 +68,10 @@ def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
     numbers = torch.empty(rows, words.shape[1], 32, dtype=torch.int8, device=packed.device)
     for number in range(32):
         word, first = divmod(number * bits, 32)
-        found = words[..., word] >> first
+        shifted = words[..., word] >> first
         if first + bits > 32:
-            found = (found & ((1 << (32 - first)) - 1)) | (words[..., word + 1] << (32 - first))
-        numbers[..., number] = (found & ((1 << bits) - 1)) - (1 << (bits - 1))
+            shifted = (shifted & ((1 << (32 - first)) - 1)) | (words[..., word + 1] << (32 - first))
+        numbers[..., number] = (shifted & ((1 << bits) - 1)) - (1 << (bits - 1))
     return numbers.view(rows, -1)[:, :count]
 
 

@@ -35,16 +35,16 @@ def rebuilt(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Offloade
     Raises `CheckpointError` if an inner tensor is missing, or they don't match each other: the message names the tensor
     and its file.
     """
-    found = dict(tensors)
+    values = dict(tensors)
     for name, note in _notes(metadata).items():
         keys = {f"{name}.{part}": f"{_prefix(name)}{part}" for part in note.get("_tensor_data_names", ())}
-        parts = {inner: found.pop(key) for inner, key in keys.items() if key in found}
+        parts = {inner: values.pop(key) for inner, key in keys.items() if key in values}
         if parts:
             if len(parts) < len(keys):
                 lacking = next(key for key in keys.values() if key not in tensors)
                 raise unfit(name, list(parts.values()), f"{lacking!r} is missing, which is needed to decode it")
-            found[name] = _weight(name, note, parts)
-    return found
+            values[name] = _weight(name, note, parts)
+    return values
 
 
 def _notes(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -71,9 +71,9 @@ def _weight(name: str, note: Mapping[str, object], parts: Mapping[str, Offloaded
             notes = {name: json.dumps(note), PARTS_NOTE: json.dumps([name])}
             value = unflatten_tensor_state_dict(given, notes)[0][name]
             with suppress(NotImplementedError):  # some classes lack it
-                made = value.dequantize().shape  # without data: raises if inner tensors don't match each other
-                if made != value.shape:
-                    raise ValueError(f"they make {list(made)}, not {list(value.shape)}")
+                actual = value.dequantize().shape  # without data: raises if inner tensors don't match each other
+                if actual != value.shape:
+                    raise ValueError(f"they make {list(actual)}, not {list(value.shape)}")
             _, recipe = flatten(value, name)
         except OffloadError:
             raise
