@@ -123,9 +123,10 @@ class Call:
             callers.apply()
 
     def stop(self) -> None:
-        """End it, and wait for that."""
+        """End it, and wait for that, unless another interrupt has ended such a wait."""
+        is_first = not self._is_stopped
         self.leave()
-        while self.thread.is_running:
+        while is_first and self.thread.is_running:
             self.thread.join(_LOOK)
 
     def leave(self) -> None:

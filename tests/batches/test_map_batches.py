@@ -462,7 +462,7 @@ def hooked(model: nn.Module) -> list[nn.Module]:
 def test_a_second_interrupt_ends_the_wait_for_a_function_that_catches_everything(model, where):
     has_left, main = threading.Event(), threading.main_thread().ident or 0
     running: list[threading.Thread] = []
-    failures = iter(range(1_000_000))
+    failures, was_left = iter(range(1_000_000)), []
 
     def first() -> None:
         running.append(threading.current_thread())
@@ -472,7 +472,7 @@ def test_a_second_interrupt_ends_the_wait_for_a_function_that_catches_everything
     def again() -> None:
         if next(failures) == 3:
             signal.pthread_kill(main, signal.SIGINT)
-            has_left.wait(10)
+            was_left.append(has_left.wait(10))
 
     results = map_batches(catching_all(model, first=first, again=again), range(3), model, in_flight=3)
     assert 0 == next(results)
@@ -482,8 +482,8 @@ def test_a_second_interrupt_ends_the_wait_for_a_function_that_catches_everything
         results.close() if where == "close" else next(results)
     has_left.set()
 
-    assert running
     assert all_end(running)
+    assert was_left == [True]
     assert not hooked(model)
 
 
