@@ -84,9 +84,14 @@ def meets_each_fault(tried: Act, place: Path, codes: Sequence[int], *, lasting: 
         except Exception as error:
             raise AssertionError(str(failure)) from error
         del failure
-        for folder in place.glob("tried*"):
-            shutil.rmtree(folder)
+        remove_tried(place)
     return seen
+
+
+def remove_tried(place: Path) -> None:
+    """The folders of earlier tries: all of them would be searched for what is left."""
+    for folder in place.glob("tried*"):
+        shutil.rmtree(folder)
 
 
 def dies_at_each_call(tried: Act, place: Path) -> int:
@@ -98,6 +103,7 @@ def dies_at_each_call(tried: Act, place: Path) -> int:
         tried.check(given)
         assert in_fork(lambda: (expected == tried.result(given) and use_again(place)) or os._exit(1))
         assert [] == left_in(place)
+        remove_tried(place)
 
     return len(faults.killed_at_each(lambda: tried.begin(place / f"tried{next(numbers)}"), tried.result, check))
 

@@ -33,7 +33,7 @@ from offload.prefetch.plan import SMALL
 from offload.storage.replacing import TEMPORARY
 from offload.system.locks import _LOCKS
 from tests import faults
-from tests.crashes import Act, not_kept_open
+from tests.crashes import Act, not_kept_open, remove_tried
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
@@ -141,7 +141,11 @@ def meets_interrupts(tried: Act, place: Path, seen: set[Place], step: int = 1) -
     chosen = [place for number, place in enumerate(places) if not number % step or is_delicate(place[0])]
     stops = [Stop(place, turn) for place in chosen for turn in sorted({1, places[place]})]
     seen.update(places)
-    return sum(_stopped_at(stop, tried, begin(), expected, place) for stop in stops)
+    stopped = 0
+    for stop in stops:
+        stopped += _stopped_at(stop, tried, begin(), expected, place)
+        remove_tried(place)
+    return stopped
 
 
 def is_delicate(code: CodeType) -> bool:
