@@ -36,7 +36,7 @@ def test_visible_text_has_no_control_characters_and_keeps_all_others():
 @pytest.mark.parametrize(
     "kind", [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, OffloadError)]
 )
-def test_every_error_shows_them(kind):
+def test_every_error_shows_control_characters_escaped(kind):
     texts = [str(kind(f"tensor {NAME}: bad"))]
     if issubclass(kind, OSError):
         texts.append(str(kind(5, f"tensor {NAME}: bad", f"/folder/{NAME}")))
@@ -62,14 +62,14 @@ READING: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", READING)
-def test_errors_about_a_file_show_them(case, file):
+def test_errors_about_a_file_show_control_characters_escaped(case, file):
     with pytest.raises(OffloadError) as raised:
         READING[case](file)
 
     assert is_plain(str(raised.value))
 
 
-def test_reports_with_their_log_and_caches_show_them(file, caplog):
+def test_reports_their_log_and_caches_show_control_characters_escaped(file, caplog):
     save_file({NAME: torch.ones(2), "weight": torch.ones(1, 2), "bias": torch.ones(1)}, file)
     report = offload.load_checkpoint_in_model(nn.Linear(2, 1, device="meta"), file)
     with TensorCache.create(file.parent / "cache", {NAME: (torch.float32, ())}, 2) as cache:
@@ -93,7 +93,7 @@ COMMANDS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_commands_show_them(case, file, capfd, monkeypatch):
+def test_commands_show_control_characters_escaped(case, file, capfd, monkeypatch):
     monkeypatch.chdir(file.parent)
     with TensorCache.create("cache", {NAME: (torch.float32, ())}, 2, metadata={NAME: NAME}) as cache:
         cache[:] = {NAME: torch.ones(2)}

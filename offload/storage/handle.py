@@ -78,7 +78,7 @@ class Composition(ABC):
     def reads(self, view_spec: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
         """The views of stored values from which the view that a meta tensor describes is computed, as they are read."""
 
-    def stands(self, _: torch.Tensor, /) -> bool:
+    def is_stored_as_is(self, _: torch.Tensor, /) -> bool:
         """Whether the view that a meta tensor describes is stored as is, so that `value` maps it without computing."""
         return False
 

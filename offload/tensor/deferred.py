@@ -193,7 +193,7 @@ class DeferredTensor(torch.Tensor):
         tensor = self if is_dense else _clone(_aten.clone.default, (self,), {"memory_format": torch.contiguous_format})
         source = tensor.source
         composed = handle_of(source).composed
-        if composed is not None and not composed.stands(view_spec_of(source)):
+        if composed is not None and not composed.is_stored_as_is(view_spec_of(source)):
             return tensor.stored("deferred")
         with no_functions(), no_modes():
             value = mapped_value(source)

@@ -353,13 +353,13 @@ class Joined(Plain):
         super().note(digest)
         digest.update(repr(self._places).encode())
 
-    def stands(self, view_spec: torch.Tensor, /) -> bool:
+    def is_stored_as_is(self, view_spec: torch.Tensor, /) -> bool:
         """See `Composition`."""
         only = self._only_one(self._inside(Box.around(self.layout, view_spec))) if view_spec.numel() else None
         if only is None:
             return False
         piece, view_spec = only
-        return piece.handle.composed is None or piece.handle.composed.stands(view_spec)
+        return piece.handle.composed is None or piece.handle.composed.is_stored_as_is(view_spec)
 
     def _only_one(self, inside: list[Inside]) -> tuple[Piece, torch.Tensor] | None:
         """The piece that contains the whole box, in the value's memory order; None if there is none."""

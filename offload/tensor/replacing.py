@@ -170,13 +170,12 @@ _ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))
 
 
 class unless_swapped:
-    """A method that a parameter hides from code that swaps parameters with this method, and sets the data of others.
-
-    Also from the compiler where it looks for what `while_loop` changes, and takes no tensor that has this method.
+    """A method that some callers do not find: those that would swap a parameter because it has that method.
 
     `nn.Module.to`, `float`, `share_memory`... would swap an unchanged parameter for a copy, which fails while a graph
-    holds it; without this method they set its `data` to itself. Parametrizations would swap it for a plain one; without
-    it they call `set_`, which is stored (2.13).
+    holds it; without the method they set its `data` to itself. Parametrizations would swap it for a plain one; without
+    it they call `set_`, which is stored (2.13). The compiler would refuse it where it looks for what `while_loop`
+    changes.
     """
 
     def __init__(self, method: Callable[..., object]) -> None:

@@ -161,7 +161,7 @@ def test_a_column_is_not_replaced_under_the_cache(filled):
         filled[0]["x"].update_values(torch.zeros(SIZE, 3))
 
 
-def test_writes_to_a_column_of_a_read_only_cache_do_not_reach_it(filled):
+def test_writes_to_a_column_of_a_read_only_cache_do_not_reach_the_cache(filled):
     cache, values = filled
     cache.flush()
     column = TensorCache.open(cache.folder)["x"]

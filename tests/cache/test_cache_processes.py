@@ -246,7 +246,7 @@ class Rows(Dataset):
         return self.cache[row]
 
 
-def test_workers_of_a_data_loader_read_and_write_it(tmp_path):
+def test_workers_of_a_data_loader_read_and_write_a_cache(tmp_path):
     cache = TensorCache.create(tmp_path, COLUMNS, 32)
     cache[:12] = stamped(range(12))
     cache.flush()

@@ -94,7 +94,7 @@ def test_a_run_that_failed_before_any_progress_leaves_no_folder(tmp_path: Path) 
     assert [] == os.listdir(tmp_path)
 
 
-def test_another_run_does_not_go_on_with_it(tmp_path: Path) -> None:
+def test_another_run_does_not_go_on_with_a_folder(tmp_path: Path) -> None:
     def fail(work: Path) -> None:
         put_file(work / "value", b"1")
         raise ZeroDivisionError

@@ -258,7 +258,7 @@ def test_an_assistant_that_says_how_many_tokens_it_drafts_is_left_to_transformer
     assert type(generator_of(model, prompt_lookup_num_tokens=4)) is Drafts
 
 
-def test_models_in_memory_draft_as_transformers_has_it(folder):
+def test_models_in_memory_draft_as_in_transformers(folder):
     assert type(generator_of(LlamaForCausalLM.from_pretrained(folder), llama())) is AssistedCandidateGenerator
 
 

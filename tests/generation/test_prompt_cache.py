@@ -102,7 +102,7 @@ def filled(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_equal_those_without_it(model, prompts, way):
+def test_tokens_equal_those_without_a_prompt_cache(model, prompts, way):
     tokens = ids(200)
     expected = answer(model.generate, tokens, **WAYS[way])
 

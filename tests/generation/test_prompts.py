@@ -81,7 +81,7 @@ def test_arguments_of_transformers_are_refused_as_variables_of_a_template(tokeni
 @pytest.mark.parametrize(
     "asked", [chat(("user", "w1 \ud83d")), Asked(None, ["w1 \udcff"]), Asked(None, ["w1 \udcff"], top=1, echo=True)]
 )
-def test_half_of_a_character_is_refused_as_that(tokenizer, asked):
+def test_half_of_a_character_is_refused(tokenizer, asked):
     with pytest.raises(Refused, match="half of a character") as refused:
         prompts(tokenizer).of(asked)
 

@@ -278,7 +278,7 @@ def test_a_recipe_takes_a_new_value_and_new_data(recipe: OffloadedTensor, plain:
     assert before == contents(folder)
 
 
-def test_gradients_go_through_it_and_steps_write_it(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+def test_gradients_go_through_a_recipe_and_steps_write_its_value(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
     ours, theirs = nn.Parameter(recipe), nn.Parameter(plain.clone())
 
     for one in (ours, theirs):
