@@ -25,6 +25,7 @@ from offload.models.values import Replacing, values_of
 from offload.storage.replacing import remove, replacing_folder, sync_whole, temporary_for
 from offload.system.reasons import first_line
 from offload.system.regular import absolute, is_folder, is_same_folder, text_of
+from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import PathLike, is_offloaded
 from offload.torch_api import version_of
@@ -75,20 +76,31 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, progress: bool = True) ->
             "would be merged twice: load the base again, as a new model"
         )
     values, places, kind = values_of(model), Replacing(model, "merged"), _kind_of(adapter)
-    before = _states_of(values)
+    quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
+    if quantized is not None:
+        raise UnsupportedOpError(
+            f"{quantized!r} is quantized, and takes no adapter: merge into the dense base, then offload.quantize_ it"
+        )
+    before, is_begun = _states_of(values), False
+    grads = {name: tensor.requires_grad for name, tensor in model.named_parameters(remove_duplicate=False)}
+    training = [(module, module.training) for module in model.modules()]
     try:
-        tuner = layers_over(model, adapter).base_model
-        before = []
+        tuner, is_begun = layers_over(model, adapter).base_model, True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from peft, that embeddings are untied: the documentation says so
             _merge_by(tuner, adapter, kind, shown=progress and sys.stderr.isatty())
         places.finish()
-    except BaseException:
-        if before != _states_of(values):  # reading the adapter can change some, too, as of PiSSA
+    except BaseException as error:
+        is_begun = is_begun and not isinstance(error, UnsupportedOpError)
+        if is_begun or before != _states_of(values):  # reading the adapter can change some, too, as of PiSSA
             vars(model)[_HALF] = adapter
         raise
     finally:
         _unload(model)
+        for module, was in training:
+            module.training = was
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            tensor.requires_grad_(grads.get(name, tensor.requires_grad))
 
 
 def merge_checkpoint(
@@ -158,13 +170,14 @@ def _states_of(values: list[Slot]) -> list[object]:
 
 
 def _merge_by(tuner: Any, adapter: str, kind: str, *, shown: bool) -> None:
+    count = len(_layers_of(tuner))
     try:
         tuner.merge_and_unload(progressbar=shown)
-    except OffloadError:
-        raise
-    except NotImplementedError as error:
-        raise _unmergeable(adapter, kind, first_line(error) or "peft does not support it") from error
     except Exception as error:  # peft's layers can raise anything
+        if isinstance(error, NotImplementedError) and len(_layers_of(tuner)) == count:
+            raise _unmergeable(adapter, kind, first_line(error) or "peft does not support it") from error
+        if isinstance(error, OffloadError) and not isinstance(error, UnsupportedOpError):
+            raise
         said = f"{type(error).__name__}: {error}"
         raise MapError(f"peft failed to merge {adapter}, of kind {kind} ({said}): load the base again") from error
 

@@ -191,17 +191,40 @@ def test_adapters_that_peft_does_not_merge_are_refused_by_name(kind, folder, tmp
     assert not list((tmp_path / "values").glob("*.safetensors"))
 
 
-def test_a_quantized_base_is_refused(folder, tmp_path):
+def test_a_base_with_a_quantized_layer_is_refused_before_any_is_merged(folder, tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE), tmp_path / "adapter")
     model = offload.from_pretrained(folder)
-    offload.quantize_(model, torchao.Int8WeightOnlyConfig())
+    last = f"model.layers.{len(model.model.layers) - 1}.self_attn.q_proj"
+    offload.quantize_(model, torchao.Int8WeightOnlyConfig(), lambda _, name: name == last)
+    before = {name: offload.materialize(value) for name, value in model.named_parameters() if last not in name}
 
-    with pytest.raises(UnsupportedOpError, match=r"can't be merged into this base .*Int8Tensor"):
+    with pytest.raises(UnsupportedOpError, match=f"'{last}.weight' is quantized"):
         offload.merge_lora(model, adapter)
 
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters() if last not in name)
     assert "LlamaAttention" == type(model.model.layers[0].self_attn).__name__
     assert nn.Linear is type(model.model.layers[0].self_attn.q_proj)
+
+
+@pytest.mark.parametrize(("layers", "kind", "words"), [(0, UnsupportedOpError, "never"), (1, MapError, "again")])
+def test_a_merge_that_peft_refuses_at_its_first_layer_changes_nothing(layers, kind, words, tmp_path, monkeypatch):
+    adapter = adapter_for(three(), LoraConfig(r=2, target_modules=["0", "1"], **NOT_NEUTRAL), tmp_path / "adapter")
+    model, expected = three().train(), three()
+    model.load_state_dict(expected.state_dict())
+    with monkeypatch.context() as patched:
+        failing = failing_after(layers, NotImplementedError("never"))
+        patched.setattr(peft.tuners.lora.Linear, "get_delta_weight", failing)
+        with pytest.raises(kind, match=words):
+            offload.merge_lora(model, adapter)
+
+    if layers:
+        assert_merges_no_more(model, adapter)
+    else:
+        assert_same(expected, model)
+        offload.merge_lora(model, adapter)
+        assert_same(merged_in_memory(expected, adapter), model)
+    assert {True} == {module.training for module in model} | {value.requires_grad for value in model.parameters()}
 
 
 def test_an_adapter_of_another_model_or_a_missing_one_is_refused(folder, tmp_path):
