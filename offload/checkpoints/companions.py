@@ -173,14 +173,13 @@ def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def missing_in(folder: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Those of a model's configuration files that a folder does not have yet; the others stay as they are.
 
-    Raises `ForeignFileError` if one that is there is of another model, or of one that was saved in another way.
+    Raises `ForeignFileError` if its `config.json` is of another model, or of this one with other settings.
     """
     there = [name for name in files if is_there(folder / name)]
-    other = next((name for name in there if not _says(folder / name, files[name])), None)
-    if other is not None:
+    if CONFIG in there and not _says(folder / CONFIG, files[CONFIG]):
         raise ForeignFileError(
-            f"{folder / other} describes another model than the one to be saved: it is left as it is. "
-            "Save to another folder, or move it away first."
+            f"{folder / CONFIG} describes another model than the one to be saved, or other settings: it is left as it "
+            "is. Save to another folder, or move it away first."
         )
     return {name: data for name, data in files.items() if name not in there}
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offload.errors import ArgumentTypeError, DeviceMapError, UnsupportedOpError
+from offload.memory import as_bytes
 from offload.system.reasons import first_line, some
 from offload.torch_api import buffers_of, parameters_of, usable_accelerator
 
@@ -58,17 +59,17 @@ def infer_device_map(
         raise DeviceMapError(
             f"device_map={device_map!r} needs max_memory by device, as {{'cpu': '8GiB'}}, not {max_memory!r}"
         )
-    shares: Any = max_memory
     if no_split_module_classes is None:
         no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
     if not hasattr(no_split_module_classes, "__iter__"):
         raise ArgumentTypeError(f"no_split_module_classes is a list of names, not {repr(no_split_module_classes)[:80]}")
     options: dict[str, Any] = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
     try:
+        shares: Any = None if max_memory is None else {device: as_bytes(share) for device, share in max_memory.items()}
         if device_map != "sequential":
             shares = get_balanced_memory(model, shares, low_zero=device_map == "balanced_low_0", **options)
         return infer_auto_device_map(model, max_memory=shares, offload_buffers=offload_buffers, **options)  # type: ignore[no-any-return]
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise DeviceMapError(f"accelerate can't divide the model ({first_line(error)}): mend max_memory") from error
 
 

@@ -92,8 +92,8 @@ def map_values(
     A run with a name, `resume="first pass"`, continues when the same lines are run again after an interruption: no
     value that it has replaced goes through `fn` twice. Where values have an `offload_dir`, that holds after a kill,
     too, in another process that loads the checkpoint anew: they are taken from the folder. What was loaded in another
-    dtype, from other files, or into memory, is as in the checkpoint, and is computed again; and `fn` sees again what it
-    left alone.
+    dtype, from other files, or into memory, is as in the checkpoint, and is computed again; so is what was copied,
+    moved between disk and memory, or written to meanwhile. And `fn` sees again what it left alone.
 
     Args:
         fn: called with a name, as in the state dict, and the tensor, which is on disk if it was: ops on it read what
@@ -203,8 +203,8 @@ def replace(slot: Slot, new: torch.Tensor, run: str | None, strict: Mapping[str,
             one.data = new
     else:
         slot.fill(new)
-    if marks or marks_on(slot.tensor):
-        setattr(slot.tensor, _MARKS, marks)
+    if marks or hasattr(slot.tensor, _MARKS):
+        setattr(slot.tensor, _MARKS, (marks, *_content_of(slot.tensor)))
 
 
 def adopt(slot: Slot, run: str) -> None:
@@ -273,12 +273,18 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Sl
 def marks_on(tensor: torch.Tensor) -> Marks:
     """The runs that a value has gone through."""
     if not is_offloaded(tensor):
-        return getattr(tensor, _MARKS, {})
+        marks, *content = getattr(tensor, _MARKS, ({},))
+        return marks if content == _content_of(tensor) else {}
     handle = handle_of(tensor)
     if not handle.owned:
         return {}
     handle.base()  # switches to the current file, also after a replacement that was interrupted at its end
     return _marks_of(handle.file)
+
+
+def _content_of(tensor: torch.Tensor) -> list[object]:
+    """Equal as long as nothing was written to a tensor in memory, and it is over the same memory."""
+    return [version_of(tensor), identity_of(tensor)]
 
 
 def marks_after(tensor: torch.Tensor, run: str | None) -> Marks:
