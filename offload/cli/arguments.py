@@ -28,6 +28,14 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def words(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text[:40]!a} is not valid UTF-8") from error
+    return text
+
+
 def existing(place: Path) -> Path:
     """A path that must exist; raises `MissingFileError`, or `ReadError` if the system does not tell."""
     if not is_there(place):

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,7 +30,7 @@ from offload.annotations import Json
 from offload.cli import arguments
 from offload.cli.models import opened
 from offload.cli.output import counted, print_json, say
-from offload.errors import ArgumentError, ForeignFileError, OffloadError, ReadError
+from offload.errors import ArgumentError, ForeignFileError, OffloadError
 from offload.generation.bodies import Asked, Refused, chat_body, object_in, text_body
 from offload.generation.chat import Prompts
 from offload.storage.replacing import sync_folder
@@ -129,15 +129,19 @@ def _requests(path: Path, done: Collection[str], refusals: Refusals) -> Iterator
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    """The lines; of one that is too long, the beginning."""
     with reading(path), open(path, "rb") as file:
         while line := file.readline(_LONGEST):
-            if len(line) == _LONGEST:
-                raise ReadError(errno.EFBIG, f"a line has {_LONGEST} bytes or more", str(path))
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(_LONGEST)
             yield line
 
 
 def _request(line: bytes, number: int) -> Request:
     """The request on a line; raises `Refused`."""
+    if len(line) == _LONGEST:
+        raise Refused(f"it has {_LONGEST} bytes or more")
     request = object_in(line)
     custom_id, body = request.get("custom_id"), request.get("body")
     if not isinstance(custom_id, str) or not custom_id:
@@ -200,7 +204,10 @@ class Answers:
         with open(self._fd, "rb", closefd=False) as file:
             for line in file:
                 if not line.endswith(b"\n") and line.startswith(b'{"custom_id"'[: len(line)]):
-                    os.ftruncate(self._fd, end)  # the process was killed while writing it
+                    with suppress(ValueError):  # it is not whole: the process was killed while writing it
+                        json.loads(line)
+                        self._answered(line)
+                    os.ftruncate(self._fd, end)
                     break
                 self.done.add(self._answered(line))
                 end += len(line)

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from offload.cli import batch, files, machine, models, plan, rows, serve
-from offload.cli.arguments import count, device, dtype, number, path, port, seed, share, size
+from offload.cli.arguments import count, device, dtype, number, path, port, seed, share, size, words
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ OPTIONS = {
     "--revision": _takes(None, "branch, tag or commit on the hub (default: main)"),
     "--trust-remote-code": _is("run code that comes with the model, which can do whatever you can (default: refuse)"),
     # Text
-    "--prompt": _takes(None, "a message to the model, or text that it continues", metavar="TEXT", required=True),
-    "--system": _takes(None, "instructions before the message (default: none)", metavar="TEXT"),
+    "--prompt": _takes(words, "a message to the model, or text that it continues", metavar="TEXT", required=True),
+    "--system": _takes(words, "instructions before the message (default: none)", metavar="TEXT"),
     "--raw": _is("continue the prompt as it is, without a template"),
     "--max-new-tokens": _takes(count, "of an answer, where a request does not say", default=1024),
     "--max-new-tokens@chat": _takes(count, "of an answer, at most", default=1024),

@@ -4,7 +4,7 @@ Always true:
 - models know nothing of this: `features` registers what `generate` of their classes can do beyond its own
 - a draft changes how fast tokens come, not which: transformers accepts or rejects them by its own rule
 - the length of a draft follows from what passes and drafts took, and from what was accepted; it may be none
-- an assistant stays in memory, and counts in the budget of the model that it drafts for
+- an assistant on disk stays in memory, within a budget of its own
 - a model gets keys and values that were computed for the same tokens by the same model, or none
 - whatever is missing or damaged of kept prompts is computed again
 - whatever a request says is answered or refused, and is never code

@@ -2,7 +2,7 @@
 
 Always true:
 - a block is found by the hash of its model, its tokens, and all tokens before it: prompts share what they have in
-  common; model and tokens are in the file as well, and are compared
+  common; model, tokens and a checksum are in the file as well, and are compared
 - a file gets its name when it is whole and on the disk; what a killed writer leaves is removed by the next one
 - writers exclude each other; readers wait for nobody
 - what is written never exceeds the budget: the block that was not used for longest goes first, later ones of a prompt
@@ -15,11 +15,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeAlias
+from zlib import crc32
 
 import torch
 
@@ -30,9 +31,9 @@ from offload.storage.file import TensorFile
 from offload.storage.header import build
 from offload.storage.layout import Layout
 from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep
-from offload.storage.write import from_values, put_values
+from offload.storage.write import bytes_of, from_values, put_values
 from offload.system.locks import FolderLock
-from offload.system.reasons import reading, writing
+from offload.system.reasons import writing
 from offload.system.regular import absolute, is_there, open_regular
 
 log = logging.getLogger("offload.generation")
@@ -43,15 +44,15 @@ TOKENS = 64  # in a block
 LOCK = "prompts.lock"
 _FORMAT = "offload.PromptCache 1"
 _NAME = re.compile(r"\d{5}-[0-9a-f]{40}\.safetensors")
-_NOTE = "prompt"
+_NOTE, _SUM = "prompt", "crc32"
 
 
 class Block:
     """Keys and values of some tokens, on their way into memory; `wait` for them."""
 
-    def __init__(self, file: TensorFile) -> None:
+    def __init__(self, file: TensorFile, checksum: object) -> None:
         self.path = file.path
-        self._file = file
+        self._file, self._checksum = file, checksum
         self._bytes = file.mapped(shared=False)
         announce(self._bytes.data_ptr(), self._bytes.nbytes())
 
@@ -59,14 +60,21 @@ class Block:
     def open(cls, path: Path, identity: str, tokens: list[int]) -> Block:
         """The block of these tokens of a model; raises `CorruptFileError` for another one, and as `TensorFile.open`."""
         file = TensorFile.open(path)
-        if file.notes.get(_NOTE) != _noted(identity, tokens):
+        noted = file.notes.get(_NOTE)
+        checksum = noted.get(_SUM) if isinstance(noted, dict) else None
+        if noted != _noted(identity, tokens, checksum):
             raise CorruptFileError(f"{path} is the block of other tokens, or of another model")
-        return cls(file)
+        return cls(file, checksum)
 
     def wait(self) -> None:
-        """Read it; raises `ReadError` if the disk does not return it."""
-        with reading(self.path):
+        """Read it; `CorruptFileError` if the disk does not return it, or something else than what was written."""
+        try:
             bring_in(self._bytes.data_ptr(), self._bytes.nbytes())
+        except OSError as error:
+            raise CorruptFileError(f"{self.path} can't be read ({error.strerror})") from error
+        entries = self._file.entries.items()
+        if _checksum({key: self._file.tensor(entry, shared=False) for key, entry in entries}) != self._checksum:
+            raise CorruptFileError(f"{self.path} is damaged: it does not match its checksum")
 
     def states(self, layer: int) -> States:
         """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them."""
@@ -129,11 +137,11 @@ class Blocks:
                 path = self.folder / name
                 if depth < known or is_there(path):
                     _touch(path)
-                elif not self._write(path, _noted(identity, _tokens_of(tokens, depth)), states(depth), names):
+                elif not self._write(path, identity, _tokens_of(tokens, depth), states(depth), names):
                     log.info("%s: %d blocks of %d fit in max_disk", self.folder, depth, len(names))
                     break
 
-    def _write(self, path: Path, noted: dict[str, object], states: list[States], staying: list[str]) -> bool:
+    def _write(self, path: Path, identity: str, tokens: list[int], states: list[States], staying: list[str]) -> bool:
         """Write one block; False if there is no room for it."""
         values = {
             key: part.detach().to("cpu").contiguous()
@@ -141,9 +149,10 @@ class Blocks:
             for key, part in zip(_keys_of(layer), parts, strict=True)
         }
         layouts = {key: Layout(value.dtype, tuple(value.shape), value.stride()) for key, value in values.items()}
-        if not self._make_room(build(layouts, {_NOTE: noted}).size, staying):
+        notes = {_NOTE: _noted(identity, tokens, _checksum(values))}
+        if not self._make_room(build(layouts, notes).size, staying):
             return False
-        put_values(path, layouts, from_values(values, layouts), {_NOTE: noted}, durable=True)
+        put_values(path, layouts, from_values(values, layouts), notes, durable=True)
         return True
 
     def _make_room(self, nbytes: int, staying: list[str]) -> bool:
@@ -161,9 +170,17 @@ class Blocks:
         return free >= nbytes
 
 
-def _noted(identity: str, tokens: list[int]) -> dict[str, object]:
+def _noted(identity: str, tokens: list[int], checksum: object) -> dict[str, object]:
     """What a file says of its block."""
-    return {"identity": identity, "tokens": tokens}
+    return {"identity": identity, "tokens": tokens, _SUM: checksum}
+
+
+def _checksum(values: Mapping[str, torch.Tensor]) -> int:
+    """Of names, dtypes, shapes and bytes."""
+    checksum = 0
+    for name, value in sorted(values.items()):
+        checksum = crc32(bytes_of(value), crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), checksum))
+    return checksum
 
 
 def _keys_of(layer: int) -> tuple[str, str]:

@@ -36,7 +36,7 @@ transformers' own criterion for stop strings (5.23) does not work with every tok
 """
 
 _NO_TEMPLATE = "the model has no chat template: give a prompt (of /v1/completions) instead of messages"
-_TEXT = "offload-text"  # in a message that shows what a template reads
+_TEXT, _NOISE = "offload-text", "offload-noise"  # in a message that shows what a template reads
 _A_TOKEN = 64  # characters of a token of a text that fits, where the vocabulary has no longer ones
 _HALF = re.compile("[\ud800-\udfff]")  # of a character
 
@@ -55,17 +55,20 @@ def in_chat(tokenizer: Any, messages: list[Json], variables: Json) -> str:
     render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **variables)
 
     def rendered() -> str:
-        return str(render(messages if _reads_text(render) else [_in_parts(message) for message in messages]))
+        parts = [{"type": "text", "text": _TEXT, "noise": _NOISE}]
+        as_parts = not _reads(render, _TEXT) and _reads(render, parts)
+        return str(render([_in_parts(message) for message in messages] if as_parts else messages))
 
     return within_limits(rendered, "the chat template")
 
 
-def _reads_text(render: Callable[..., str]) -> bool:
-    """Whether a template takes the content of a message as text: some take a list of parts alone."""
+def _reads(render: Callable[..., str], content: object) -> bool:
+    """Whether a template takes the text out of such a content: some print a list of parts as Python does."""
     try:
-        return _TEXT in render([{"role": "user", "content": _TEXT}])
+        text = render([{"role": "user", "content": content}])
     except Exception:  # a chat template can raise anything
         return False
+    return _TEXT in text and _NOISE not in text
 
 
 def _in_parts(message: Json) -> Json:

@@ -3,8 +3,7 @@
 Always true:
 - the port is taken before the model is opened: one in use is an error at once
 - at SIGTERM or SIGINT no answer is begun any more; those in progress finish, or are cut with a finish_reason
-- with more connections than half of the files that may be open, requests are refused: the model's files need some
-- the process's signal handlers are put back
+- a connection that asks for nothing is closed, and so is one too many; the process's signal handlers are put back
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from contextlib import suppress
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offload.errors import ArgumentError
 from offload.serving.app import App
 from offload.serving.engine import ServingEngine
 
-_PATIENCE = 30  # seconds in which a connection asks for something more
+_PATIENCE = 30  # seconds in which a connection asks for something
 _AFTER_CUT = 15  # seconds for clients to read the ends of answers that were cut
 _log = logging.getLogger("offload.serving")
 
@@ -52,7 +52,7 @@ def serve(app: App, engine: ServingEngine, at: socket.socket, *, grace: float, r
     """Answer requests until a signal comes; then those in progress have `grace` seconds, and all is closed."""
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=_Connection,
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -60,7 +60,6 @@ def serve(app: App, engine: ServingEngine, at: socket.socket, *, grace: float, r
         access_log=False,
         server_header=False,
         timeout_keep_alive=_PATIENCE,
-        limit_concurrency=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
         timeout_graceful_shutdown=int(grace) + _AFTER_CUT,
     )
     server = _Server(config, engine, grace, ready)
@@ -90,3 +89,22 @@ class _Server(uvicorn.Server):
         """The first signal ends the server, the second one at once. None is noted, which uvicorn would raise again."""
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if its first request does not come in time; later ones are uvicorn's to wait for."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(_PATIENCE, self._close_if_unused)
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:  # the model's files need some
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_unused(self) -> None:
+        request: object = self.cycle  # None, although uvicorn's annotation says otherwise
+        if request is None:
+            self.transport.close()

@@ -113,7 +113,8 @@ def test_answers_have_the_form_of_inference_servers(batch):
     assert 2 == len(choice(text)["text"].split())
 
 
-def test_bad_lines_are_reported_and_do_not_stop_the_others(batch):
+def test_bad_lines_are_reported_and_do_not_stop_the_others(batch, monkeypatch):
+    monkeypatch.setattr("offload.cli.batch._LONGEST", 2048)
     bad: dict[str, Any] = {
         "not valid JSON": "{",
         "not a JSON object": "[1]",
@@ -126,6 +127,7 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(batch):
         "temperature is": request(3, temperature="hot"),
         "n is not supported": request(4, n=2),
         "a line of its own": continued("e", ["w1", "w2"]),
+        "it has 2048 bytes or more": continued("f", "w1 " * 2000),
         "64 of the prompt and 1 more are too many": continued("c", "w1 " * 64, max_tokens=1),
     }
     done = batch([request(1), *bad.values(), "", request(9)])
@@ -194,6 +196,7 @@ def test_answered_requests_are_not_repeated(batch):
 
 
 CONTENTS = {"no JSON": "not JSON\n", "other JSON": '{"a": 1}\n', "no end": "no end", "a number": '{"custom_id": 1}\n'}
+CONTENTS["requests"] = '{"custom_id": "1", "body": {"prompt": "w3"}}'
 
 
 @pytest.mark.parametrize("kind", CONTENTS)

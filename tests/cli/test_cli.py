@@ -435,6 +435,7 @@ WRONG = [
     (GENERATE, ["--max-memory", "much"], "'much' is not a size"),
     (GENERATE, ["--max-memory", "9" * 400], "is not a size"),
     (GENERATE, ["--max-memory", "0.5"], "'0.5' is not a size"),
+    (GENERATE, ["--prompt", "\udcff"], "not valid UTF-8"),
     (GENERATE, ["--frob"], "unrecognized arguments: --frob"),
     (GENERATE, ["--device", "toaster"], "finds no device 'toaster' here"),
     (GENERATE, ["--device", ""], "finds no device"),

@@ -467,6 +467,23 @@ def test_a_truncated_block_is_computed_again(llama, prompts, left, caplog):
     assert 192 == known(prompts, llama, tokens)
 
 
+def test_a_damaged_block_is_computed_again(model, prompts, caplog):
+    tokens = ids(200)
+    expected = answer(model.generate, tokens)
+    answer(prompts.generate, model, tokens)
+    path = blocks(prompts)[1]
+    whole = path.read_bytes()
+    for damaged in (whole[:-3] + bytes([whole[-3] ^ 64]) + whole[-2:], whole.replace(b'"1.keys"', b'"7.keys"', 1)):
+        path.write_bytes(damaged)
+        assert damaged != whole
+
+        assert torch.equal(expected, answer(prompts.generate, model, tokens))
+        assert "computed again" in caplog.text
+        caplog.clear()
+        assert 192 == known(prompts, model, tokens)
+        assert not caplog.text
+
+
 def test_a_block_that_the_disk_does_not_return_is_computed_again(llama, prompts, monkeypatch):
     expected = answer(prompts.generate, llama, ids(200))
 
@@ -476,6 +493,7 @@ def test_a_block_that_the_disk_does_not_return_is_computed_again(llama, prompts,
     monkeypatch.setattr(blocks_of_prompts, "bring_in", fails)
 
     assert 0 == known(prompts, llama, ids(200))
+    assert 2 == len(blocks(prompts))  # the one that can't be read is gone
     assert torch.equal(expected, answer(prompts.generate, llama, ids(200)))
 
 

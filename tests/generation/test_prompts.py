@@ -22,7 +22,8 @@ READS_TEXT = {
     "joined": "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '. ' }}{% endfor %}",
     "trimmed": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}. {% endfor %}",
 }
-TEMPLATES = {"parts": READS_PARTS, "both": READS_BOTH, **READS_TEXT}
+DEMANDING = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no') }}{% endif %}" + READS_TEXT["printed"]
+TEMPLATES = {"demanding": DEMANDING, "parts": READS_PARTS, "both": READS_BOTH, **READS_TEXT}
 
 
 @pytest.fixture(scope="module")

@@ -250,14 +250,19 @@ def test_clients_that_send_garbage_or_nothing_hold_up_no_other(server):
     assert 200 == status
 
 
-def test_a_request_beyond_the_connections_that_there_are_files_for_is_refused(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "resource", SimpleNamespace(getrlimit=lambda _: (4,), RLIMIT_NOFILE=0))
+@pytest.mark.parametrize(("patience", "most", "first"), [(0.1, 1000, 0), (1000, 4, 4)])
+def test_connections_that_ask_for_nothing_or_are_too_many_are_closed(
+    patience, most, first, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(serving, "_PATIENCE", patience)
+    monkeypatch.setattr(serving, "resource", SimpleNamespace(getrlimit=lambda _: (2 * most,), RLIMIT_NOFILE=0))
     with running(folder, tmp_path / "log") as small:
         host, port = small.url.removeprefix("http://").split(":")
-        idle = socket.create_connection((host, int(port)), timeout=60)
+        idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(6)]
 
-        assert 503 == small.post_raw("/v1/completions", {"prompt": "w3"})[0]
-        idle.close()
+        assert {b""} == {one.recv(1) for one in idle[first:]}
+        for one in idle:
+            one.close()
 
 
 def test_a_full_queue_is_a_429(folder, tmp_path):
