@@ -372,7 +372,6 @@ REFUSED = [
     (_with_a_tokenizer, "generate model --prompt=", "offload: the prompt has no tokens for this model"),
     (_with_a_tokenizer, "generate model --prompt w5 --system w9", "--system is for a model with a chat template"),
     (_with_a_tokenizer, "generate model --prompt w5 --system w9 --raw", "--system is for a model with a chat template"),
-    (_with_a_tokenizer, "generate model --prompt \udcff", "half of a character"),
     (_bert, "generate model --prompt w1", "is a BertModel, which does not continue text"),
     (_bert, "batch model in out", "is a BertModel, which does not continue text"),
     (_one_file, "convert x.safetensors x.safetensors/x", "a file is where a folder should be: take another folder"),
