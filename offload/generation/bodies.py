@@ -30,10 +30,7 @@ OPTIONS = {*_RANGES, "top_k", "seed", "stop"}
 """Fields that say how an answer is generated."""
 _STREAMS = {"stream", "stream_options", "stream_options.include_usage"}
 _BOTH = {*OPTIONS, *_STREAMS, "model", "max_tokens", "max_completion_tokens", "logprobs"}
-FOLLOWED = {
-    "chat": {*_BOTH, "messages", "top_logprobs", "chat_template_kwargs"},
-    "text": {*_BOTH, "prompt", "echo"},
-}
+FOLLOWED = {"chat": {*_BOTH, "messages", "top_logprobs", "chat_template_kwargs"}, "text": {*_BOTH, "prompt", "echo"}}
 """The fields that are followed, of /v1/chat/completions and of /v1/completions."""
 WITHOUT_MEANING = {
     *("user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls"),

@@ -220,12 +220,7 @@ def _is_at(tensor: torch.Tensor, place: Place) -> bool:
 
 
 def at_place(
-    tensor: torch.Tensor,
-    slot: Slot,
-    place: Place,
-    offload_dir: PathLike | None,
-    *,
-    name: str | None = None,
+    tensor: torch.Tensor, slot: Slot, place: Place, offload_dir: PathLike | None, *, name: str | None = None
 ) -> torch.Tensor:
     """A value moved to its place; one that is on disk already stays in its file."""
     name = slot.name if name is None else name

@@ -89,9 +89,6 @@ def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, view_spec:
     return cut(torch.empty(0, dtype=base.dtype, device=CPU).set_(span, 0, base.shape, base.stride()), view_spec)
 
 
-# On an accelerator
-
-
 def value_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:
     """The cut by `view_spec` of a value, on an accelerator: do not write to it or keep it."""
     composed = handle.source.composed

@@ -43,9 +43,6 @@ log = logging.getLogger("offload.tensor")
 _set_metadata = tensor_data.__set__
 
 
-# The view
-
-
 def wrapper_over(
     kind: type[OffloadedTensor], handle: Handle | Traced, view_spec: torch.Tensor, target: torch.device
 ) -> OffloadedTensor:
@@ -98,9 +95,6 @@ def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
     wrapper._target = other._target
     wrapper._generation = other._generation
     wrapper._range = other._range
-
-
-# The value
 
 
 def replace_value(

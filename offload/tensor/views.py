@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from offload.tensor.wrapper import OffloadedTensor
 
 
-# Questions about a tensor
-
-
 def handle_of(tensor: OffloadedTensor) -> Handle:
     """The stored value that it is a view of; raises `UnsupportedOpError` if a compiler is tracing it."""
     handle = tensor._handle
@@ -61,9 +58,6 @@ def is_part(tensor: OffloadedTensor) -> bool:
 def is_stale(tensor: OffloadedTensor) -> bool:
     """Whether its value has been replaced by one of another layout since the view was made."""
     return tensor._generation != tensor._handle.generation
-
-
-# Meta tensors that describe values and views
 
 
 @lru_cache(maxsize=1024)
@@ -104,9 +98,6 @@ def with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# Cuts of a value
-
-
 def cut(base: torch.Tensor, view_spec: torch.Tensor) -> torch.Tensor:
     """A tensor over the storage of `base`, a plain tensor, cut like `view_spec`."""
     if base is view_spec:
@@ -125,9 +116,6 @@ def uncut(base: torch.Tensor, view_spec: torch.Tensor, name: str) -> torch.Tenso
             "cut the view again"
         )
     return base
-
-
-# Values that a compiler traces
 
 
 @final

@@ -93,12 +93,7 @@ def _of_4_bits(pieces: Pieces, weight: OffloadedTensor, kind: str) -> OffloadedT
     granule = min(unit // math.gcd(unit, shape[1]), shape[0])
     per = [None if granule == shape[0] or each is None else granule * shape[1] // each for each in counts]
     decode = partial(
-        _decode_4_bits,
-        numbers=_NUMBERS[kind],
-        columns=shape[1],
-        block=block,
-        scales_block=scales_block,
-        offset=offset,
+        _decode_4_bits, numbers=_NUMBERS[kind], columns=shape[1], block=block, scales_block=scales_block, offset=offset
     )
     options = {"nested_block": scales_block, "nested_offset": offset} if nested else {}
     packed = number_rows("halves_high", stored, _ROLES[: len(stored)], group=block, table=_NUMBERS[kind], **options)

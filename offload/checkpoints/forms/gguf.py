@@ -255,10 +255,7 @@ class _Outline:
 
 _WITH_EXPERTS = ("Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")
 _EXPERTS = re.compile(r"(?P<stem>.*\.ffn_(?P<part>gate|down|up)_exps)\.weight")
-_KNOWN = {
-    *(f"{name}TensorProcessor" for name in ("", "T5", "Llama", "Nemotron", "Gemma2", "Lfm2")),
-    *_WITH_EXPERTS,
-}
+_KNOWN = {*(f"{name}TensorProcessor" for name in ("", "T5", "Llama", "Nemotron", "Gemma2", "Lfm2")), *_WITH_EXPERTS}
 
 
 def _processed(tensor: OffloadedTensor, name: str, kind: str, settings: Settings) -> torch.Tensor:

@@ -126,9 +126,7 @@ def _scaled(numbers: torch.Tensor, points: torch.Tensor, factors: torch.Tensor) 
 
 GPTQ, AWQ = (
     Format(
-        of_layer("qweight", "qzeros", "scales", "g_idx"),
-        partial(_weight, is_awq=is_awq),
-        partial(_read, is_awq=is_awq),
+        of_layer("qweight", "qzeros", "scales", "g_idx"), partial(_weight, is_awq=is_awq), partial(_read, is_awq=is_awq)
     )
     for is_awq in (False, True)
 )
