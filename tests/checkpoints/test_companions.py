@@ -145,6 +145,7 @@ def test_a_changed_model_is_not_saved_over_the_configuration_of_an_earlier_save(
     save_checkpoint(model, tmp_path / "saved", size)
     before = said_in(tmp_path / "saved")
     model.model.norm.weight.update_values(torch.full((64,), 3.0, dtype=torch.bfloat16))
+    model.generation_config.max_length = 7  # it stays as it was saved
     save_checkpoint(model, tmp_path / "saved", size)
     assert 3 == offload.from_pretrained(tmp_path / "saved").model.norm.weight[0]
     save_checkpoint({name: value * 2 for name, value in model.state_dict().items()}, tmp_path / "saved", size)

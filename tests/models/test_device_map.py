@@ -222,13 +222,21 @@ def test_the_dtype_once_loaded_decides_what_fits():
         ("8GiB", r"device_map='auto' needs max_memory by device, as \{'cpu': '8GiB'\}, not '8GiB'"),
         (0.5, "needs max_memory by device"),
         ({"gpu": "1GiB"}, "gpu is not recognized"),
-        ({"cpu": "much"}, "much is not in a valid format"),
+        ({"cpu": "much"}, "'much' is not an amount of memory"),
+        ({"cpu": None}, "None is not an amount of memory"),
+        ({"cpu": -1}, "-1 is not an amount of memory"),
     ],
 )
 def test_a_max_memory_that_makes_no_sense_is_refused(max_memory, words):
-    """By accelerate, if it is by device."""
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(DeviceMapError, match=words):
         inferred("auto", max_memory)
+
+
+def test_the_max_memory_of_the_caller_stays_as_it_is():
+    shares = {"cpu": "200"}
+
+    assert {"disk"} < set(inferred("auto", shares).values())
+    assert {"cpu": "200"} == shares
 
 
 @pytest.mark.parametrize(

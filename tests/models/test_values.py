@@ -368,6 +368,19 @@ def test_values_that_a_run_without_a_name_has_changed_are_not_taken_up_again(che
     assert_doubled(model, plain)
 
 
+@pytest.mark.parametrize("anew", ["loaded", "written to"])
+def test_a_value_in_memory_that_is_another_one_since_goes_through_the_function_again(checkpoint, plain, anew):
+    model = Tied()
+    for _ in range(2):
+        offload.load_checkpoint_in_model(model, checkpoint, "cpu")
+        assert not map_values(double, model, resume="double").before
+        assert NAMES == map_values(double, model, resume="double").before
+        if anew == "written to":
+            model.load_state_dict(plain.state_dict())
+            assert not map_values(double, model, resume="double").before
+        assert_doubled(model, plain)
+
+
 @pytest.mark.parametrize("resume", [True, False, "", 1])
 def test_a_run_is_resumed_by_its_name(resume):
     with pytest.raises(TypeError, match=f"resume is the name of a run, as 'first pass', not {resume!r}"):
