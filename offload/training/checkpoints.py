@@ -5,7 +5,7 @@ Always true:
   moment it is the previous one, or the new one
 - what is on disk is copied from file to file; nothing is in memory as a whole
 - nothing in a checkpoint is executed: tensors are safetensors, the rest is JSON
-- a checkpoint is loaded as a whole, or not at all
+- a checkpoint is loaded as a whole, or not at all; only a model that refuses it half-way keeps what it took before
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def load_training(
     Raises:
         MissingFileError: there is no checkpoint yet.
         CheckpointError: it is of another model, or has no state of the optimizer, or of one of `stateful`; or one of
-            these, which is named, did not take its state. Nothing is changed then.
+            these, which is named, did not take its state. Nothing is changed then, but a model that refuses it.
         CorruptFileError, ReadError, WriteError: a file is damaged, or can't be used now.
 
     Example:
@@ -128,6 +128,8 @@ def load_training(
         for tensor in filter(is_offloaded, model.state_dict().values()):
             writable_base(handle_of(tensor))
         numbers = materialize(saved["random"])
+        if "cuda" in numbers and torch.cuda.is_available():
+            torch.cuda.init()  # or its states would be kept for later, and neither be tried nor undone
         with ExitStack() as undone:
             undone.callback(_set_random, _random_states())
             for what, thing in stateful.items():

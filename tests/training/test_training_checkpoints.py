@@ -375,6 +375,17 @@ class Stubborn:
             raise KeyError("what")
 
 
+def test_random_states_of_devices_are_set_at_once_and_not_at_their_first_use(tmp_path, monkeypatch):
+    calls = []
+    values = {"is_available": True, "is_initialized": True, "device_count": 1, "get_rng_state_all": [torch.ones(1)]}
+    for name in (*values, "init", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: values.get(name) or calls.append(name))
+
+    offload.training.save_training(nn.Linear(1, 1), tmp_path)
+    offload.training.load_training(nn.Linear(1, 1), tmp_path)
+    assert ["init", "set_rng_state", "set_rng_state"] == calls
+
+
 def test_an_object_that_rejects_its_state_leaves_the_others_unchanged(run):
     folder, model, optimizer, scheduler = run
     counter, stubborn = Stubborn(5), Stubborn(1)
