@@ -115,7 +115,7 @@ def _rows_of_path(path: Path, columns: Columns) -> Incoming:
         raise CacheError(f"{path} has no .parquet files: name a file in it")
     with reading(shards[0]), as_file(open_regular(shards[0])) as file:
         is_parquet = file.read(4) == b"PAR1"
-    if not is_parquet:
+    if not is_parquet and not is_folder(path):
         return _rows_of_dict(load_file(path), columns, str(path))
     with _as_read(path):
         rows = _rows_of_parquet(shards, columns)
@@ -158,11 +158,13 @@ class Part:
         column: its description, as for `TensorCache.create`.
         shape: rows first; () for a single value.
         read: the rows of a slice, as `TensorCache.append` takes them.
+        width: bytes of a row of text, if that is known.
     """
 
     column: object
     shape: Sequence[int]
     read: Callable[[slice], Any]
+    width: int = 0
 
 
 def _rows_of_parts(parts: Mapping[str, Part], place: str) -> Incoming:
@@ -172,7 +174,7 @@ def _rows_of_parts(parts: Mapping[str, Part], place: str) -> Incoming:
         raise CacheError(f"the columns of {place} differ in length ({each or 'there are none'}): choose with columns=")
     [num_rows] = {rows for rows in lengths.values() if rows is not None}
     columns = {name: column_of(name, part.column) for name, part in parts.items()}
-    step = rows_in_batch(column.row_bytes if column.kind == TENSOR else _GUESS for column in columns.values())
+    step = rows_in_batch(c.row_bytes if c.kind == TENSOR else max(parts[n].width, _GUESS) for n, c in columns.items())
     slices = (slice(start, start + step) for start in range(0, num_rows, step))
     return Incoming(columns, ({name: part.read(rows) for name, part in parts.items()} for rows in slices))
 
@@ -210,7 +212,7 @@ def _rows_of_array(array: np.ndarray[Any, Any], columns: Columns, place: str = "
 def _part_of_array(name: str, array: Any, place: str, *, is_text: bool = False) -> Part:
     shape = array.shape or ()
     column = JSON if is_text or array.dtype.kind in "US" else (_dtype_of(name, array.dtype, place), shape[1:])
-    return Part(column, shape, lambda rows: _values_of(array[rows]))
+    return Part(column, shape, lambda rows: _values_of(array[rows]), array.dtype.itemsize * int(np.prod(shape[1:])))
 
 
 def _dtype_of(name: str, dtype: np.dtype[Any], place: str) -> torch.dtype:
@@ -326,6 +328,7 @@ def _batch(batch: Any, columns: Mapping[str, Column], place: str) -> Batch:
 def _tensors_of(array: Any, column: Column, place: str) -> Any:
     import pyarrow.compute as pc
 
+    array = getattr(array, "storage", array)  # of an extension type
     values = _flat(array, column, place).view(-1, *column.row_shape)
     return list(values.split(pc.list_value_length(array).to_pylist())) if column.kind == RAGGED else values
 
@@ -333,8 +336,7 @@ def _tensors_of(array: Any, column: Column, place: str) -> Any:
 def _flat(array: Any, column: Column, place: str) -> torch.Tensor:
     import pyarrow as pa
 
-    while isinstance(array, pa.ExtensionArray):
-        array = array.storage
+    array = getattr(array, "storage", array)
     if array.null_count:
         raise CacheError(f"{column.name!r} in {place} has a null: fill it, or leave the column out with columns=")
     if pa.types.is_nested(array.type):

@@ -26,6 +26,7 @@ import torch
 
 from offload.annotations import Json
 from offload.errors import (
+    ArgumentError,
     CorruptFileError,
     ForeignFileError,
     MissingFileError,
@@ -38,7 +39,7 @@ from offload.errors import (
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile, file_of_ours
 from offload.storage.handle import Handle
-from offload.storage.header import MARK
+from offload.storage.header import MARK, is_unicode
 from offload.storage.nodes import Way, decode, encode, name_of, place_of
 from offload.storage.replacing import made_folder
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
@@ -252,6 +253,8 @@ class Named:
         same = identity_of(tensor)
         if same not in self._names:
             name, number = ".".join(way) or ROOT, 1
+            if not is_unicode(name):
+                raise ArgumentError(f"a tensor's name must be valid unicode, and {name!r} is not: rename it")
             while name in self.tensors or name == "__metadata__":
                 number += 1
                 name = f"{'.'.join(way) or ROOT}~{number}"

@@ -137,6 +137,11 @@ def test_rows_come_in_several_batches(tmp_path: Path, make: Make) -> None:
     assert N // 2 > max(batches)
 
 
+def test_wide_text_comes_in_batches_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.cache.incoming._BATCH", 20_000)  # bytes; a row has 8,000
+    assert [2] * 8 + [1] == [len(batch["values"]) for batch in rows_of(np.array(["x" * 2000] * N)).batches]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_the_files_are_left_as_they_are(tmp_path: Path, name: str) -> None:
     path = made(tmp_path, name)

@@ -95,6 +95,8 @@ def test_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = {"x": torch.randn(N, 2, 3).tolist(), "text": [f"t{number}" for number in range(N)], "n": list(range(N))}
     kinds = {"x": datasets.Array2D((2, 3), "float32"), "text": datasets.Value("string"), "n": datasets.Value("int8")}
+    rows["varying"] = [[[number, 1, 2]] * (number % 4 + 1) for number in range(N)]
+    kinds["varying"] = datasets.Array2D((None, 3), "int64")
     dataset = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).shuffle(seed=0).select(range(9))
     dataset.save_to_disk(tmp_path / "saved")
 
@@ -103,6 +105,7 @@ def test_datasets(tmp_path: Path) -> None:
         assert dataset["n"][:] == found["n"].tolist()
         assert dataset["text"][:] == found["text"]
         assert torch.equal(torch.tensor(np.array(dataset["x"][:])).float(), found["x"])
+        assert dataset["varying"][:] == [row.tolist() for row in found["varying"]]
 
 
 class Planted:
@@ -201,6 +204,9 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(CorruptFileError, match=words):
         cache_from(tmp_path / "x.parquet", tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+    (tmp_path / "x.parquet").write_bytes(b"")
+    with pytest.raises(CorruptFileError, match=r"can't be read \(.*0 bytes"):
+        cache_from(tmp_path)
 
 
 def test_a_shard_of_parquet_may_have_no_row_groups(tmp_path: Path) -> None:

@@ -330,6 +330,7 @@ UNSTORABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: {"td": a_tensordict()}, UnknownTypeError, r"'td' is a tensordict.*tensordict\.save_memmap keeps such"),
     (lambda: [tensorclass()], UnknownTypeError, r"'0' is a .*Rows, which is more than its fields: .*save_memmap keeps"),
     (lambda: [items()], UnknownTypeError, r"'0' is a .*Items, which is more than its fields"),
+    (lambda: {"\ud800": torch.ones(1)}, ValueError, "name must be valid unicode"),
     (lambda: [Color.RED | Color.BLUE], UnknownTypeError, r"'0' is a .*Color, which can't be stored"),
 ]
 
