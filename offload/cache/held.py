@@ -2,8 +2,8 @@
 
 Always true:
 - all columns have the same number of rows
-- a file is read a batch at a time, in place, and never written to; if it is modified, that is an error. If it is
-  replaced, the old one stays open, and is read from
+- a file is read a batch at a time, in place, and never written to; if it is modified, that is an error. If one of
+  `write_file` is replaced, a cache that `read_file` opened reads the old one; anything else over it is an error
 - a file that is written is complete or does not exist; only files of ours are replaced
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.rowfile import RowFile
+from offload.cache.rowfile import Descriptors, RowFile
 from offload.cache.schema import Column, Manifest, columns_named, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import ArgumentTypeError, CacheError, ChangedFileError, CorruptFileError
@@ -42,36 +42,35 @@ class HeldColumn:
         if not tensor.dim():
             raise CacheError(f"column {name!r} is a scalar: a column needs a first dimension, for the rows")
         self.tensor = tensor.detach()
-        self._open: tuple[RowFile, TensorFile] | None = None
+        self.opened: tuple[RowFile, TensorFile] | None = None
 
-    def open(self) -> None:
-        """Keep its file open from now on, if its rows are one after the other there."""
+    def open(self, files: dict[Path, Descriptors]) -> None:
+        """Keep its file open from now on, if its rows are one after the other there; `files`: of other columns, too."""
         tensor: OffloadedTensor = self.tensor  # type: ignore[assignment]
         handle = handle_of(tensor)
         if not is_part(tensor) and handle.layout == contiguous(tensor.dtype, tuple(tensor.shape)):
-            rows = RowFile(handle.path, handle.extent[0], tensor.dtype, tuple(tensor.shape[1:]))
-            self._open = rows, handle.file
+            file = files[handle.path] = files.get(handle.path) or Descriptors(handle.path, writes=False)
+            rows = RowFile(handle.path, handle.extent[0], tensor.dtype, tuple(tensor.shape[1:]), files=file)
+            self.opened = rows, handle.file
 
     def read(self, rows: Rows) -> torch.Tensor:
         """(rows, *row_shape): on the tensor's device; for an open file, on the CPU."""
-        if self._open is None:
+        opened = self.opened  # another thread may close it
+        if opened is None:
             source = mapped_value(self.tensor) if is_offloaded(self.tensor) else self.tensor
             return source[torch.from_numpy(rows.numbers).to(source.device)]
-        opened, file = self._open
+        rowfile, file = opened
         with reading(file.path):
-            now = Identity.of(os.fstat(opened.fd))
+            now = Identity.of(os.fstat(rowfile.fd))
         if now != file.identity:
-            raise ChangedFileError(
-                f"{file.path} has changed since it was opened (size or modification time): its rows can't be "
-                "trusted any more. Open the cache again."
-            )
-        return opened.read(rows)
+            raise ChangedFileError(f"{file.path} has changed since it was opened (size or time): open the cache again")
+        return rowfile.read(rows)
 
     def __getstate__(self) -> torch.Tensor:
         return self.tensor
 
     def __setstate__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self._open = tensor, None
+        self.tensor, self.opened = tensor, None
 
 
 class HeldStore:
@@ -97,8 +96,9 @@ class HeldStore:
         self.schema = schema_of({name: (value.dtype, value.shape[1:]) for name, value in self.tensors.items()})
         self.manifest = Manifest(self.schema, self.num_rows, metadata)
         self.device = next(iter(self.tensors.values())).device
+        files: dict[Path, Descriptors] = {}
         for column in self._columns.values() if folder else ():
-            column.open()  # stays open, even if the file is replaced
+            column.open(files)  # stays open, even if the file is replaced
 
     @property
     def place(self) -> str:
@@ -149,6 +149,8 @@ class HeldStore:
 
     def close(self) -> None:
         self.is_closed = True
+        for column in self._columns.values():
+            column.opened = None
 
 
 def read_file(path: Path) -> HeldStore:

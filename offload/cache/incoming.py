@@ -128,8 +128,7 @@ def _items(record: Any) -> Iterable[tuple[str, Any]]:
 
 def _column_of(name: str, value: object) -> Column:
     if value is None:
-        how = f"schema={{{name!r}: (torch.float32, ())}}"
-        raise CacheError(f"the field {name!r} is None in the first record: describe it, as in {how}")
+        raise CacheError(f"{name!r} is None in the first record: give all a value, or pass schema={{{name!r}: 'json'}}")
     tensor = _as_tensor(value)
     if tensor is None:
         return column_of(name, JSON)
@@ -162,8 +161,8 @@ def _gathered(columns: Mapping[str, Column], chunks: Iterable[list[dict[str, Any
         for at, row in enumerate(rows):
             for name in row.keys() - columns.keys():
                 raise CacheError(
-                    f"record {start + at} has a field {name!r} that the first one does not have: pass schema=, with "
-                    "all fields"
+                    f"record {start + at} has a field {name!r} that the first one does not have: give every record "
+                    f"a value, or pass schema={{{name!r}: 'json'}}"
                 )
         yield {name: _values_of(column, [row.get(name) for row in rows], start) for name, column in columns.items()}
         start += len(rows)

@@ -14,7 +14,7 @@ A file, as one process sees it (`RowFile`):
       │  └── a sample of rows, and then of pages, is not in memory; or the file was cut ────────┘
       │
       └─ many random rows were missed ──> FILLING, read by a thread ── all is in memory ──> COLD, and mapped next time
-                                             └── no room, or not asked for any more ──> COLD
+                                             └── no room ──> COLD
 
 At most every 10 ms, with system calls: that the file of a mapping is not cut, and that sampled rows are in memory.
 """
@@ -90,9 +90,10 @@ class RowFile:
         row_shape: tuple[int, ...],
         *,
         writes: bool = False,
+        files: Descriptors | None = None,
     ) -> None:
         """Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError."""
-        files = Descriptors(path, writes=writes)
+        files = files or Descriptors(path, writes=writes)
         self.path = path
         self._start = start
         self._dtype = dtype

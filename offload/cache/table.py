@@ -213,14 +213,14 @@ class TensorCache:
         Args:
             records: dataclasses, NamedTuples, dicts, or tensordict's tensorclasses.
             folder: where the cache goes, as for `create`; None for a temporary one, which goes with the process.
-            schema: as for `create`, of columns that the first record lacks, or has in one shape of several.
+            schema: as for `create`, of columns of several shapes or dtypes, and of `"json"` ones that may be lacking.
             metadata, device: as for `create`.
 
         Returns:
             The cache, with all rows filled.
 
         Raises:
-            CacheError: a record does not fit; nothing is left in `folder`. Else as `create`.
+            CacheError, DtypeMismatchError: a record does not fit; nothing is left in `folder`. Else as `create`.
 
         Example:
             >>> rows = [{"id": "a", "reward": 0.5}, {"id": "b", "reward": 1.5}]
@@ -592,7 +592,7 @@ class TensorCache:
         """Write all rows to one safetensors file, a part at a time; `from_disk` opens it.
 
         Folders are made. A file that was there stays, whole, until the new one is; then it is replaced. It may be the
-        one that this cache is from: this cache goes on reading the old one.
+        one that this cache is from: if `to_disk` wrote it and `from_disk` opened it, this cache goes on reading it.
 
         Args:
             path: the file.

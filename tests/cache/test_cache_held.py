@@ -93,9 +93,13 @@ DTYPES = [
 
 
 def test_to_disk_replaces_its_own_file_and_open_readers_continue(tmp_path: Path) -> None:
+    def opened() -> int:
+        return sum(str(path) in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+
     path = tmp_path / "cache"
     TensorCache(tensors={"x": torch.zeros(3), "y": torch.arange(3)}).to_disk(path)
     old, unread = TensorCache.from_disk(path), TensorCache.from_disk(path)
+    assert 4 == opened()  # two per file, not per column
     assert [0.0] * 3 == old[:]["x"].tolist()
 
     TensorCache(tensors={"x": torch.ones(4)}).to_disk(path)
@@ -106,6 +110,8 @@ def test_to_disk_replaces_its_own_file_and_open_readers_continue(tmp_path: Path)
         assert [2, 0] == cache[[2, 0]]["y"].tolist()
         with pytest.raises(ChangedFileError, match="has changed since it was opened"):  # it is over that file
             cache.column("x").sum()
+        cache.close()
+    assert 0 == opened()
 
 
 def test_a_cache_can_be_saved_over_the_file_that_it_is_from(tmp_path: Path) -> None:
