@@ -1,7 +1,7 @@
 """Resolving row indices.
 
 Always true:
-- every index form that works on a plain tensor selects the same rows here; bytes (uint8) are numbers of rows
+- an index of one dimension selects the rows that it selects of a plain tensor; bytes (uint8) are numbers of rows
 - an invalid index is an error that names the index and the size; nothing is clipped or wrapped twice
 """
 

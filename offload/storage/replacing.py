@@ -118,14 +118,14 @@ def refuse_filled(path: Path) -> None:
 
 
 @contextmanager
-def replacing_folder(path: Path, size: int = 0) -> Iterator[Path]:
+def replacing_folder(path: Path) -> Iterator[Path]:
     """A new folder that is put at `path` if the block succeeds, and is removed if not.
 
     Raises `ForeignFileError` if something other than an empty folder is there, before or after; `WriteError`.
     """
     refuse_filled(path)
-    made_folder(path.parent, size)
-    with replacing_all([path], size) as new:
+    made_folder(path.parent)
+    with replacing_all([path], 0) as new:
         new[path].mkdir()
         yield new[path]
         sync_folder(new[path])

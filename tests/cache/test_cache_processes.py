@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from offload import TensorCache
 from offload.cache import states as states_module
 from offload.cache.indexing import Rows as SomeRows
-from offload.errors import OffloadError
+from offload.errors import MissingRowsError
 from tests.campaigns import amount
 from tests.equal import assert_equal
 from tests.processes import ended, forked, in_fork
@@ -145,8 +145,7 @@ def appended_and_killed(folder):
     os.kill(os.getpid(), 9)
 
 
-def test_a_reader_survives_rows_that_were_cut_off(tmp_path):
-    """Touching a mapping past the end of a shrunken file kills a process."""
+def test_unfilled_rows_that_were_cut_off_are_missing_to_an_open_reader(tmp_path):
     TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
     assert not in_fork(lambda: appended_and_killed(tmp_path))
     cache = TensorCache.open(tmp_path)
@@ -157,7 +156,7 @@ def test_a_reader_survives_rows_that_were_cut_off(tmp_path):
     assert 0 == len(TensorCache.open(tmp_path))
 
     def look():
-        with pytest.raises(OffloadError):
+        with pytest.raises(MissingRowsError):
             reader.read(rows, None)
 
     assert in_fork(look)
