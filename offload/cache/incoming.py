@@ -68,9 +68,6 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
     return plain
 
 
-# Records
-
-
 def rows_of(records: Iterable[object], schema: Mapping[str, object]) -> Incoming:
     """Records as rows. Raises: CacheError (there are none, a field is no column, or later a record does not fit)."""
     described = {name: column_of(name, column) for name, column in schema.items()}
@@ -101,9 +98,6 @@ def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield chunk
 
 
-# Taking records apart
-
-
 def fields_of(record: object) -> dict[str, Any]:
     """Its fields by name."""
     fields = dict(_items(record))
@@ -121,9 +115,6 @@ def _items(record: Any) -> Iterable[tuple[str, Any]]:
     if hasattr(record, "keys"):
         return [(str(name), record[name]) for name in record.keys()]  # noqa: SIM118  tensordict's iterates over rows
     raise CacheError(f"{type(record).__name__} is not a record: give dataclasses, NamedTuples, dicts or tensorclasses")
-
-
-# Columns
 
 
 def _column_of(name: str, value: object) -> Column:
@@ -150,9 +141,6 @@ def _as_tensor(value: object) -> torch.Tensor | None:
     with suppress(ValueError, RuntimeError, OverflowError):  # an int of more than 64 bits
         return torch.tensor(value) if isinstance(value, _PLAIN) else None
     return None
-
-
-# Batches
 
 
 def _gathered(columns: Mapping[str, Column], chunks: Iterable[list[dict[str, Any]]]) -> Iterator[Batch]:

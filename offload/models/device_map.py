@@ -44,7 +44,7 @@ def infer_device_map(
     model: nn.Module,
     device_map: DeviceMap,
     *,
-    max_memory: Mapping[int | str, object] | int | str | None = None,
+    max_memory: Mapping[int | str, Any] | int | str | None = None,
     no_split_module_classes: list[str] | None = None,
     dtype: torch.dtype | None = None,
     offload_buffers: bool = False,
