@@ -101,9 +101,6 @@ def test_an_attribute_that_is_gone_is_a_clear_error(monkeypatch):
         transformers_api.check_attributes()
 
 
-# Two names of keys and values
-
-
 def earlier(input_ids: object, past_key_values: object = None) -> None: ...
 
 

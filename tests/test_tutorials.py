@@ -116,9 +116,6 @@ def test_merging_two_checkpoints_takes_some_copies_of_one_value(tmp_path):
     assert peak < 12 * 1024 * 1024 * 4
 
 
-# The runner
-
-
 SERVED = (
     "```python\naddress = 'http://here:1'\n```\n\n```sh\necho http://127.0.0.1:8000/v1\n```\n\n```text\n{}/v1\n```\n"
 )

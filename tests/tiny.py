@@ -8,12 +8,7 @@ import torch
 
 
 def tiny_checkpoint(
-    folder: Path,
-    model_type: str = "llama",
-    *,
-    seed: int = 0,
-    max_shard_size: str = "60KB",
-    **config: object,
+    folder: Path, model_type: str = "llama", *, seed: int = 0, max_shard_size: str = "60KB", **config: object
 ) -> Path:
     """A causal language model with few, random weights: some hundred kilobytes in shards.
 

@@ -186,9 +186,6 @@ def test_an_error_of_the_sampler_is_passed_on() -> None:
         list(read_ahead(failing(), str, 2))
 
 
-# Datasets
-
-
 @pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (1, "spawn")])
 def test_a_data_loader_gives_the_rows(cache: TensorCache, workers: int, context: str | None) -> None:
     if context == "spawn" and (cache.folder is None or cache.folder.is_file()):

@@ -123,8 +123,7 @@ def test_the_caller_specifies_fields_that_the_first_record_leaves_open() -> None
     later = {"tokens": torch.arange(5), "score": 2.5}
 
     rows = TensorCache.from_records(
-        [first, later],
-        schema={"tokens": (torch.int64, (None,)), "score": (torch.float64, ()), "extra": "json"},
+        [first, later], schema={"tokens": (torch.int64, (None,)), "score": (torch.float64, ()), "extra": "json"}
     )[:]
 
     assert [[0, 1, 2], [0, 1, 2, 3, 4]] == [row.tolist() for row in rows["tokens"]]

@@ -121,9 +121,6 @@ def test_the_page_names_each_field():
     assert set() == {name for name in fields if f"`{name.split('.')[-1]}`" not in page}
 
 
-# Parts of messages
-
-
 def content_of(*parts: Any) -> Any:
     found = asked("chat", messages=[{"role": "user", "content": [*parts]}]).messages
     assert found is not None

@@ -82,9 +82,6 @@ def hooks_in(model: nn.Module) -> list[Any]:
     return [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
 
 
-# A dispatched model is refused
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_dispatched_model_is_refused_and_not_changed(way, tmp_path):
     plain, model, x = net(), net(), torch.randn(3, 4)
@@ -136,9 +133,6 @@ def test_a_model_without_hooks_needs_no_accelerate():
     run_script(script, fresh=True)
 
 
-# Hooks that hold no weights stay
-
-
 class PlusOne(ModelHook):
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         return output + 1
@@ -155,9 +149,6 @@ def test_hooks_that_hold_no_weights_stay():
     assert torch.equal(expected, model(x))
     remove_hook_from_submodules(model)
     assert torch.equal(net()(x), model(x))
-
-
-# Models on disk, in accelerate's hands
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "from a checkpoint"])

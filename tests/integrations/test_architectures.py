@@ -114,9 +114,6 @@ def test_every_class_that_generates_has_a_kind_from_disk():
     assert [] == [name for name, kind in found.items() if not issubclass(kind, getattr(transformers, name))]
 
 
-# That the comparison sees what differs
-
-
 def _set(model: Any, name: str, value: torch.nn.Parameter) -> None:
     model.get_submodule(name.rpartition(".")[0]).weight = value
 

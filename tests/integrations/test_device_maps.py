@@ -231,9 +231,6 @@ def test_hooks_move_the_inputs_of_a_module_to_its_device_and_the_result_back(net
     assert torch.equal(expected, net(x))
 
 
-# With an accelerator
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.gpu
 @pytest.mark.parametrize(

@@ -123,9 +123,6 @@ def test_a_model_is_not_saved_over_the_files_that_it_refers_to(shard, tmp_path):
     model.save_pretrained(tmp_path / "elsewhere")
 
 
-# Pipelines
-
-
 def images(pipeline: Any, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     pipeline.set_progress_bar_config(disable=True)

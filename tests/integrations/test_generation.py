@@ -128,9 +128,6 @@ def test_a_generation_config_is_used(llama, tokens):
     assert torch.equal(plain.generate(tokens, other), model.generate(tokens, other))
 
 
-# Other sizes and dtypes
-
-
 @pytest.mark.parametrize("size", [130, 40], ids=["grow", "shrink"])
 @pytest.mark.parametrize("mean_resizing", [True, False])
 def test_token_embeddings_are_resized_as_in_memory(folder, size, mean_resizing):
@@ -166,9 +163,6 @@ def test_a_model_that_is_cast_or_moved_stays_on_disk(folder, tokens, cast):
     assert before == contents(folder)
     with torch.no_grad():
         assert torch.equal(plain(tokens).logits, model(tokens).logits)
-
-
-# Training
 
 
 # Buffers

@@ -69,9 +69,6 @@ def on_disk_names(model: nn.Module) -> set[str]:
 EVERY = {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
 
 
-# Weights computed from others
-
-
 class Doubled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
@@ -99,18 +96,11 @@ def parametrized(change: Callable[[nn.Module], Any]) -> Callable[[nn.Sequential]
     return act
 
 
-@pytest.mark.parametrize(
-    "act",
-    map(parametrized, PARAMETRIZATIONS.values()),
-    ids=PARAMETRIZATIONS,
-)
+@pytest.mark.parametrize("act", map(parametrized, PARAMETRIZATIONS.values()), ids=PARAMETRIZATIONS)
 def test_a_parametrized_weight_trains_and_becomes_one_again(act):
     model = assert_as_in_memory(act)
 
     assert on_disk_names(model) >= EVERY - {"0.weight"}
-
-
-# What leaves all parameters on disk
 
 
 def pruned(cut: Callable[[Any], Any]) -> Callable[[nn.Sequential], Any]:

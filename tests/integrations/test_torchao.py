@@ -203,9 +203,6 @@ def test_the_names_on_the_allow_list_are_those_of_classes(package, name):
     assert package == found.__module__.split(".")[0]
 
 
-# Checkpoints
-
-
 def stored_layers(folder: Path) -> nn.Module:
     """Two layers that torchao has quantized on disk, and saved as a checkpoint."""
     from torchao.quantization import Int8WeightOnlyConfig
