@@ -26,6 +26,7 @@ from offload.errors import (
     CorruptFileError,
     MissingFileError,
     OffloadError,
+    ShapeMismatchError,
     UnknownTypeError,
     UnsupportedOpError,
 )
@@ -37,7 +38,7 @@ from offload.storage.replacing import replacing_folder, sync_whole
 from offload.storage.state_file import read_json
 from offload.system.reasons import reading
 from offload.system.regular import absolute, is_there, open_regular
-from offload.tensor.arguments import checked_device
+from offload.tensor.arguments import checked_device, refuse_unstorable
 from offload.tensor.guests import CPU
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import PathLike, wrap_handle
@@ -59,8 +60,7 @@ def load_memmap(
     """The same as `TensorDict.load_memmap` for a folder, but with offloaded tensors as leaves, over its files.
 
     Nothing is read, and the folder is not written to: a leaf is copied at its first write. A leaf without elements is
-    a plain one. Open the folder again, or `load_memmap_`, after
-    another process has written to it: until then its leaves are errors.
+    a plain one. Once another process has written, leaves are errors: open the folder again, or use `load_memmap_`.
 
     With `mode="r+"` in-place ops write the folder's own files, as with the result of `TensorDict.load_memmap`, and
     what other processes write there is seen. The first write to a leaf reserves the disk space of all of it.
@@ -137,10 +137,12 @@ def _fill(td: Any, folder: Path, over: Callable[[Path, dict[str, Any]], torch.Te
     elif type(td) is not TensorDict:
         raise UnknownTypeError(f"{folder} holds a {type(td).__name__}: save it as a TensorDict, with to_tensordict()")
     else:
+        there = set(os.listdir(folder))
         for key, spec in read_json(folder / META, "what a folder of TensorDict.memmap says of itself").items():
             if not isinstance(spec, dict):
                 continue
-            path = folder / _file_name(key)
+            names = [name + ("" if "type" in spec else ".memmap") for name in (_file_name(key), key)]
+            path = folder / next(filter(there.__contains__, names), names[0])  # an older tensordict did not escape
             if "type" in spec and key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
                 _fill(td.get(key), path, over)
             elif "type" in spec:  # tensordict leaves it out
@@ -149,7 +151,7 @@ def _fill(td: Any, folder: Path, over: Callable[[Path, dict[str, Any]], torch.Te
             elif spec.get("is_nested"):
                 raise UnsupportedOpError(f"{key!r} in {folder} is a nested tensor: open it by TensorDict.load_memmap")
             elif "dtype" in spec and "shape" in spec:
-                td.set(key, over(path.with_name(f"{path.name}.memmap"), spec))
+                td.set(key, over(path, spec))
 
 
 def _file_name(key: str) -> str:
@@ -166,7 +168,7 @@ def load_memmap_(td: Any, folder: PathLike, **options: Any) -> Any:
     written since. To write the values of the folder into the tensors of `td`, use `td.update_(load_memmap(folder))`.
 
     Args:
-        td: a TensorDict.
+        td: a TensorDict; one of another batch size than the folder is a `ShapeMismatchError`, and stays as it is.
         folder, options: as for `load_memmap`.
 
     Returns:
@@ -181,6 +183,8 @@ def load_memmap_(td: Any, folder: PathLike, **options: Any) -> Any:
         tensor(0.)
     """
     stored = load_memmap(folder, **{"device": td.device, **options})
+    if td.batch_size != stored.batch_size:
+        raise ShapeMismatchError(f"{folder} has batch size {stored.batch_size}, not {td.batch_size}: use load_memmap")
     td.unlock_()
     for key in list(td.keys()):
         td.del_(key)
@@ -201,7 +205,7 @@ def save_memmap(td: Any, folder: PathLike) -> Any:
     Raises:
         ForeignFileError: there is something in the folder.
         UnsupportedOpError: a leaf, its key or non-tensor data has no form in such a folder.
-        WriteError: the disk is full, the folder is read-only...
+        ArgumentTypeError, WriteError: `td` is no dict of tensors by name; the disk is full...
 
     Example:
         >>> from tensordict import TensorDict
@@ -243,9 +247,10 @@ def memmap_like(td: Any, folder: PathLike) -> Any:
 def _collection(td: Any) -> Any:
     from tensordict import TensorDict, is_tensor_collection
 
-    if not isinstance(td, dict) and not is_tensor_collection(td):
-        raise ArgumentTypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
-    return TensorDict(td) if isinstance(td, dict) else td
+    try:
+        return td if is_tensor_collection(td) else TensorDict({**td})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentTypeError(f"this {type(td).__name__} is no dict of tensors by name ({error})") from error
 
 
 def _publish(td: Any, folder: Path, *, of_zeros: bool = False) -> None:
@@ -258,7 +263,8 @@ def _publish(td: Any, folder: Path, *, of_zeros: bool = False) -> None:
         sync_whole(temporary)
 
 
-def _copied(way: str | tuple[str, ...], tensor: torch.Tensor, place: torch.Tensor) -> None:
+def _copied(way: Any, tensor: torch.Tensor, place: torch.Tensor) -> None:
+    refuse_unstorable(tensor, way)
     if subclass_value(tensor) is not None:
         raise UnsupportedOpError(f"{way!r} is a tensor subclass: dequantize() it")
     place.copy_(tensor.detach())
