@@ -37,6 +37,7 @@ _HALVES = (_NVFP4, "mxfp4-pack-quantized")
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
 _CENTRED = (-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+_USUAL = {"actorder": ("static", "weight"), "dynamic": (), "type": ("float", "int")}  # settings of weights
 _UNNAMED = (None, "mixed-precision", "dense")  # determined by the pieces
 
 
@@ -77,8 +78,9 @@ class _Scheme:
             tuple(map(str, group["targets"])), layout, bits, strategy, size, bool(weights.get("symmetric", True))
         )
         is_known = strategy in _STRATEGIES and layout in (_WORDS, *_HALVES, *_BYTES, None)
-        if not is_known or min(sizes, default=1) < 1 or not 1 <= bits <= 8:
-            raise ValueError(f"{scheme} is not decoded here")
+        others = [f"{key} {weights[key]!r}" for key in _USUAL if (weights.get(key) or None) not in (None, *_USUAL[key])]
+        if others or not is_known or min(sizes, default=1) < 1 or not 1 <= bits <= 8:
+            raise ValueError(f"{others or scheme} is not decoded here")
         return scheme
 
     def __str__(self) -> str:

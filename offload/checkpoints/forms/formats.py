@@ -4,7 +4,7 @@ Always true:
 - nothing is read or written: values are referenced, or recipes over what is referenced
 - one table says which form of checkpoint is handled how, for loading, filling and converting
 - the pieces that are stored say which weights are packed; the settings say how
-- a weight with a piece that the format does not have, or with a setting that is not carried out, is refused
+- a weight with a piece that the format does not have is refused; so is a setting that is known not to be carried out
 - the pieces of a model are saved as they are, under the names by which they were read, if none of its packed values
   was changed; otherwise all are saved dense
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -73,9 +72,8 @@ def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTen
             f"package that packed it and save that, or get a checkpoint in one of the forms "
             f"{', '.join(sorted([*FORMATS, *_LEFT_TO_TRANSFORMERS]))}"
         )
-    _refuse_settings(quantization, path)
     try:
-        settings = FORMATS[method].read(quantization)
+        settings = FORMATS[method].read(_followed(quantization))
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
             f"the quantization_config of the checkpoint of {path} can't be followed ({type(error).__name__}: "
@@ -109,14 +107,13 @@ def _dense(tensors: Tensors, form: Format, settings: object) -> dict[str, Offloa
     return dense
 
 
-def _refuse_settings(quantization: Settings, path: Path | None) -> None:
-    """Refuse settings that change weights in a way that is not carried out, by their keys."""
-    key = next((key for key in _REFUSED if quantization.get(key)), None)
+def _followed(quantization: Settings) -> Settings:
+    """The settings, with those that are nested in them; raises `ValueError` for some that are not carried out."""
+    settings = {**quantization, **(quantization.get("quantization_config") or {})}
+    key = next(filter(settings.get, _REFUSED), None)
     if key is not None:
-        raise CheckpointError(
-            f"the quantization_config of the checkpoint of {path} has {key!r}: {short(repr(quantization[key]))}, which "
-            f"is not carried out here. {_WAY_OUT}"
-        )
+        raise ValueError(f"{key!r}, {settings[key]!r}, is not carried out here")
+    return settings
 
 
 # A checkpoint's values in the model's form

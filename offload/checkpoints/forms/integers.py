@@ -26,6 +26,7 @@ from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
 _WORD = 32  # bits of a packed word
+_WORDED = ("checkpoint_format", "data_type", "format", "pack_dtype", "packing_format")  # settings of the layout
 _AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is at each position of a word, from the lowest bits
 
 
@@ -75,9 +76,10 @@ def _read(settings: Settings, *, is_awq: bool) -> tuple[int, int, int]:
     if type(size) is not int or (size < 1 and size != -1):
         raise ValueError(f"groups of {size!r} inputs, which is neither a count nor -1")
     bits = settings.get("bits") or 4
-    given = [settings.get(key) for key in ("checkpoint_format", "format", *(("version",) if is_awq else ()))]
+    given = [settings.get(key) for key in (*_WORDED, *(("version",) if is_awq else ()))]
     layouts = [str(getattr(one, "value", one)).lower() for one in given if one]
     known, counts = ({"gemm"}, (4,)) if is_awq else ({"gptq", "gptq_v2"}, (2, 4, 8))
+    known |= {"int", "int32", "torch.int32", "auto_round:auto_awq" if is_awq else "auto_round:auto_gptq"}
     if bits not in counts or not known.issuperset(layouts):
         raise ValueError(f"{bits} bits in the layout {layouts or 'usual'} are not decoded")
     return int(bits), size, int("gptq_v2" not in layouts)
