@@ -46,15 +46,15 @@ class Verdict:
                 self.files.update((file.path, file) for file in value.files)
                 self.tensors.add((value.file.path, value.key))
                 if value.key in value.file.header.unreadable:
-                    self._note(f"{path}: {value.key!r} {value.file.header.unreadable[value.key]}")
+                    self.note(f"{path}: {value.key!r} {value.file.header.unreadable[value.key]}")
                 if "subclass" in value.file.notes:
                     layout_from(value.file.notes["subclass"])
         except ReadError:
             raise
         except OffloadError as error:
-            self._note(str(error))
+            self.note(str(error))
 
-    def _note(self, finding: str) -> None:
+    def note(self, finding: str) -> None:
         """A defect of a shard is found in its file, and again by the index."""
         if finding not in self.findings:
             self.findings.append(finding)
@@ -75,10 +75,11 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
     indexes = [name for name in names if name.endswith(INDEX)]
     for name in [*(name for name in names if name.endswith((".safetensors", ".gguf", *PICKLES))), *indexes]:
         verdict.open(path / name)
-    has_shards = any(is_shard(name) and not name.endswith(".gguf") for name in names)
-    has_values = any("name" in file.notes for file in verdict.files.values())
-    if METADATA in names or has_values or (has_shards and not indexes):
+    shard = next((name for name in names if is_shard(name) and not name.endswith(".gguf")), None)
+    if METADATA in names or any("name" in file.notes for file in verdict.files.values()):
         verdict.open(path)
+    if shard is not None and not indexes:
+        verdict.note(f"{path} holds {shard}, a part of a checkpoint, but no index: get the *{INDEX} again")
     if not verdict.files and not verdict.findings:
         raise CheckpointError(f"{path} holds no tensors: name a checkpoint, or an offload folder")
     return verdict

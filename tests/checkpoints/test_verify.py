@@ -133,8 +133,10 @@ def test_shards_without_an_index_are_found(tmp_path: Path, suffix: str) -> None:
     for number, name in enumerate("ab", 1):
         write(tmp_path / f"model-0000{number}-of-00002{suffix}", **{name: torch.ones(2)})
 
-    [finding] = found(tmp_path)
-    assert f"model-00001-of-00002{suffix}, a part of a checkpoint, but no index" in finding
+    for _ in ("alone", "beside a whole checkpoint"):
+        [finding] = found(tmp_path)
+        assert f"model-00001-of-00002{suffix}, a part of a checkpoint, but no index" in finding
+        write(tmp_path / "model.safetensors", a=torch.ones(2))
 
 
 @pytest.mark.parametrize(
