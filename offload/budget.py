@@ -92,7 +92,7 @@ def set_read_ahead(window: Amount | bool) -> AbstractContextManager[object]:
         A context manager that brings back what was set before; the setting holds without it, too.
 
     Raises:
-        ValueError, TypeError: `window` is not an amount of memory.
+        ValueError: `window` is not an amount of memory.
 
     Example:
         >>> with set_read_ahead("256MiB"):

@@ -47,7 +47,7 @@ def anonymous_bytes() -> int:
     """
     try:
         _, resident, shared, *_ = map(int, _SIZES.read_text(encoding="ascii").split())
-    except OSError:
+    except (OSError, ValueError):  # an empty file
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return (resident - shared) * resource.getpagesize()
 

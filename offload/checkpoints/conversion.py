@@ -1,7 +1,7 @@
 """A checkpoint in another form: other dtype, other shards, dequantized, as safetensors.
 
 Always true:
-- the new folder appears complete or not at all, and the old one is only read
+- the new folder appears complete or not at all, and the files of the old one are only read
 - no value is in memory as a whole
 - configuration, tokenizer and an adapter are copied, code and other weights are not
 """

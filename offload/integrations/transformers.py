@@ -116,7 +116,7 @@ def from_pretrained(
         exact: whether products with packed weights, and with experts, are plain transformers' with the dense weights,
             bit for bit: see `offload.exact`.
         adapter: whether an adapter of peft in the folder is loaded with the model, unmerged and frozen, as transformers
-            does. A folder with an adapter alone stands for the model that the adapter names, its base.
+            does, which needs peft. A folder with an adapter alone stands for the model that the adapter names.
         trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`: there a `distributed_config`, or `tp_plan="auto"`, has each rank of
@@ -131,7 +131,7 @@ def from_pretrained(
         CheckpointError: there is no checkpoint, it is of another model, weights would have to be quantized, the adapter
             can't be loaded, or the model has code of its own, and `trust_remote_code` is False.
         TypeError: an option of transformers that has another name here, or no meaning.
-        MissingFileError, CorruptFileError, ReadError, DeviceMapError
+        ModuleNotFoundError, MissingFileError, CorruptFileError, ReadError, DeviceMapError
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -57,8 +57,8 @@ def save_checkpoint(
         The files with the weights, the index last.
 
     Raises:
-        ForeignFileError: `folder` has a checkpoint that offload did not write, or one that live tensors refer to; or
-            the configuration of another model, or of this one in another dtype or form.
+        ForeignFileError: `folder` has a checkpoint that offload did not write, or one that live tensors refer to; or a
+            `config.json` of another model, or with other settings. A `generation_config.json` there stays as it is.
         UnsupportedOpError: a value can't be stored in a safetensors file, or is a DTensor.
         UnknownSubclassError: a value is of a tensor subclass that torchao can't store.
         WriteError: the disk is full, the folder is read-only...

@@ -39,8 +39,8 @@ class by_reference:
     """Sends a tensor, a model, or anything that contains tensors, to processes that see the same files.
 
     Any pickler will do, and the receiver gets the tensor or the model itself. For values on disk a reference is sent,
-    as with `torch.multiprocessing`; everything else is pickled as usual, by value where cloudpickle is installed.
-    Keep the values alive while others use them; a checkpoint that has changed since is an error in the receiver.
+    as with `torch.multiprocessing`, without attributes that were set on them; all else is pickled as usual, by value
+    where cloudpickle is installed. Keep the values alive while others use them; a checkpoint that changes is an error.
 
     Example:
         >>> import pickle, torch
