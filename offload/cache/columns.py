@@ -240,9 +240,6 @@ def _start(column: Column) -> int:
     return build(layouts, {"name": column.name}).header.entries[column.name].start
 
 
-# Rows of varying size
-
-
 Prepared: TypeAlias = "tuple[Numbers, Sequence[memoryview | bytes]]"
 """Rows to be written: the length of each, and its bytes."""
 

@@ -185,9 +185,6 @@ def _fitting(column: Column, value: object, number: int) -> torch.Tensor:
     return tensor.cpu()
 
 
-# Into a cache
-
-
 def cache_of(
     rows: Incoming, folder: str | os.PathLike[str] | None, create: Callable[[Path, Mapping[str, Column]], TensorCache]
 ) -> TensorCache:

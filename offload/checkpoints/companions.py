@@ -196,9 +196,6 @@ def _says(path: Path, data: bytes) -> bool:
     return all(stored.get(key) == wanted.get(key) for key in keys)
 
 
-# Adapters of peft, in a folder with or without their model
-
-
 def has_adapter(folder: Path) -> bool:
     """Whether there is an adapter, with or without a model."""
     return is_folder(folder) and is_file(folder / _ADAPTER_CONFIG)

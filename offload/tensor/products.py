@@ -233,9 +233,6 @@ def runs_of(weight: Piece, *, dense_too: bool = False) -> list[RowRun]:
     return runs if is_taken and are_rows and are_packed else []
 
 
-# Of a weight that is larger than the budget
-
-
 def _product_in_parts(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` with some rows of the weight at a time; None if all of it may be in memory."""
     step = _rows_at_a_time(x, weight)

@@ -266,9 +266,6 @@ def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama):
     assert before == DYNAMIC_LAYER_TYPE_MAPPING
 
 
-# Files
-
-
 @torch.no_grad()
 def test_private_files_go_with_the_cache(llama):
     past = offload.integrations.kv_cache(llama)
@@ -305,9 +302,6 @@ def test_a_folder_that_is_not_empty_is_refused(llama, tmp_path):
         offload.integrations.kv_cache(llama, tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "not yours" == (tmp_path / "letter.txt").read_text()
-
-
-# What is refused
 
 
 def test_gradients_are_refused(llama):
