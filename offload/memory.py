@@ -56,12 +56,19 @@ def available_bytes() -> int:
     """Memory that this process can use without swapping, in its cgroup; of one of several ranks here, its share."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(said), 1) if said.isdecimal() else 1
-    free, in_cgroup = int(psutil.virtual_memory().available), cgroup_available()
+    free, in_cgroup = _of_machine("available", "SC_AVPHYS_PAGES"), cgroup_available()
     return (free if in_cgroup is None else min(free, in_cgroup)) // ranks
 
 
 def total_bytes() -> int:
-    return int(psutil.virtual_memory().total)
+    return _of_machine("total", "SC_PHYS_PAGES")
+
+
+def _of_machine(what: str, pages: str) -> int:
+    try:
+        return int(getattr(psutil.virtual_memory(), what))
+    except (OSError, psutil.Error):  # there is no /proc, as in a chroot
+        return os.sysconf(pages) * resource.getpagesize()
 
 
 def as_budget(amount: int | str) -> int:

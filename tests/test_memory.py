@@ -123,9 +123,6 @@ def test_peak_memory_is_budget_window_and_32_mib(tmp_path):
     assert found["read"] >= layers * (16 << 20)
 
 
-# Measuring
-
-
 def test_anonymous_memory_is_what_was_allocated_and_not_what_was_mapped(tmp_path):
     """In a process where nothing else allocates, or lets go."""
     (tmp_path / "file").write_bytes(bytes(64 << 20))
@@ -145,6 +142,17 @@ def test_anonymous_memory_is_what_was_allocated_and_not_what_was_mapped(tmp_path
 
     assert abs(with_mapping) < 16 << 20
     assert 48 << 20 < with_allocation < 90 << 20
+
+
+def test_memory_is_counted_without_proc(monkeypatch, tmp_path):
+    """As in a chroot, and in sandboxes."""
+    (tmp_path / "statm").touch()
+    monkeypatch.setattr(memory, "_SIZES", tmp_path / "statm")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+
+    assert os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") == memory.total_bytes()
+    assert 0 < available_bytes() < memory.total_bytes()
+    assert 0 < memory.anonymous_bytes() < memory.total_bytes()
 
 
 def cgroup(folder, **files: object):

@@ -83,9 +83,6 @@ def plain_copies(values: Iterable[object]) -> dict[int, torch.Tensor]:
         }
 
 
-# Functions that run on guests as a whole, above autograd
-
-
 _POINTWISE = frozenset({
     torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.where,
     torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.pow,
@@ -125,9 +122,6 @@ def guests_that_ask_for_grad(args: Args, kwargs: Kwargs, func: Op | None = None)
         if type(arg) is OffloadedTensor and arg.requires_grad and func not in _POINTWISE and transform_on_top() is None:
             memo[id(arg)] = guest(arg).detach().requires_grad_()
     return memo
-
-
-# Rules derived from schemas
 
 
 @implements(BY_SCHEMA)

@@ -238,9 +238,6 @@ def _tree_of(
         raise CorruptFileError(f"{folder / MANIFEST} can't be used: {error}. Save the tree again.") from error
 
 
-# Names for tensors, and the classes that may be made
-
-
 @dataclass
 class Named:
     """The tensors of a nest by name, each once."""

@@ -141,9 +141,6 @@ def test_models_in_memory_and_without_values_are_allowed():
     assert equal(batches, list(map_batches(nn.Identity(), batches, nn.Identity())))
 
 
-# The caller's state
-
-
 def world() -> tuple[Any, ...]:
     x = torch.ones(2, 2)
     return (
@@ -320,9 +317,6 @@ def test_kernels_of_a_batch_use_the_callers_number_of_threads_at_its_start(model
         torch.set_num_threads(threads)
 
 
-# Failures
-
-
 class Failure(Exception):
     pass
 
@@ -487,9 +481,6 @@ def test_a_second_interrupt_ends_the_wait_for_a_function_that_catches_everything
     assert not hooked(model)
 
 
-# Any function
-
-
 @torch.no_grad()
 def test_any_pattern_of_calls_ends_with_correct_results():
     """Layers are called out of order, twice, or not at all; batches raise; there are two models."""
@@ -547,9 +538,6 @@ def test_other_threads_can_call_the_model_meanwhile(model):
     assert 3 == len(list(results))
 
 
-# Training
-
-
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_gradients_are_summed_up_in_the_order_of_the_batches(model, in_flight):
     """Backward may run after its batch has ended, too."""
@@ -597,9 +585,6 @@ def test_checkpointing_works_inside_a_batch(model):
     list(map_batches(fn, tokens(3), model, in_flight=3))
 
     assert equal(expected, [one.grad for one in model.layers.parameters()])
-
-
-# Arguments
 
 
 def _yielding(batch: torch.Tensor) -> Iterator[torch.Tensor]:
