@@ -34,6 +34,7 @@ OTHERS = {
     ("offload.checkpoints.forms.gguf", "raise ValueError"): "`as_saved` tells of it, as a CheckpointError",
     ("offload.checkpoints.dcp", "raise type(error)"): "an error of ours, with the path before its words",
     ("offload.checkpoints.forms.compressed_tensors", "raise ValueError"): "`unpacked` tells of it, as ours",
+    ("offload.checkpoints.forms.formats", "raise ValueError"): "`unpacked` tells of it",
     ("offload.checkpoints.forms.integers", "raise ValueError"): "`unpacked` tells of it",
     ("offload.kernels.native", "raise MemoryError"): "what Python raises when there is no memory for its own objects",
     ("offload.checkpoints.writing", "raise AssertionError"): "the loop before it ends in no other way",
