@@ -342,6 +342,8 @@ class Joined(Plain):
     def placed(self) -> list[tuple[Piece, tuple[int, ...]]]:
         """Its pieces, each with the index of its first element."""
         order = self.layout.order
+        if order == tuple(range(len(order))):
+            return list(zip(self.pieces, self._places, strict=True))
         back = [order.index(dim) for dim in range(len(order))]
         return [
             (Piece(piece.handle, piece.view_spec.permute(back)), tuple(place[dim] for dim in back))
